@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror vllm clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs incident campaign-store campaign-processes campaigns mutants judges mirror vllm clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,9 @@ arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and fro
 
 docs:   ## regenerate docs/files.md
 	$(PYTHON) docs/generate.py
+
+incident: $(VENV)/.ready   ## the first incident replayed: a served policy, an external agent, every cause planted; minutes; results/incident.txt
+	$(RUN) -m tests.incident > results/incident.txt; status=$$?; cat results/incident.txt; exit $$status
 
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full

@@ -57,9 +57,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
-    world, say = join_processes(config, say, shardable=True)
+    world, say = join_processes(config, say)
     device = world.device
-    start = load_start(config, device, say)
+    start = load_start(config, device, say, world)
     asked = surrogate_of(config, device)
     objective = policy_gradient(asked)
     if world.rank > 0:
@@ -258,10 +258,8 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                          "--overlong-buffer out")
     if config.shards > 1 and config.entropy_weight:
         raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
-    if config.fsdp and (config.entropy_weight or config.environment is not None):
-        raise UsageError("--fsdp with " + ("--entropy-weight: the bonus changes from step to step in one process alone"
-                         if config.entropy_weight else "--environment: episodes are sampled from a policy that one process holds whole")
-                         + "; give one of them")
+    if config.fsdp and config.entropy_weight:
+        raise UsageError("--fsdp with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
     if config.sampler_device is not None:
         require_device(config.sampler_device)
     judged, shifted = any(reward.startswith("judge") for reward in config.reward), config.beta > 0 and config.kl_estimator == "shift"

@@ -61,14 +61,13 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
-    with run.spent.part("evaluation"):
-        to = straight_to(evaluator.device or default_device())
-        opened = OpenedBases(to)
-        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
-                    *check_chosen(run, evaluator), *check_improved(evaluator)]
+    to = straight_to(evaluator.device or default_device())
+    opened = OpenedBases(to)
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
+            verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
+                        *check_chosen(run, evaluator), *check_improved(evaluator)]
             recorded = rescore(scored_set(open_artifact(best, to=to, opened=opened)), score_all, evaluator.device)
         with run.spent.part("proving"):
             places, found = exporting.result()

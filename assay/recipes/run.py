@@ -213,6 +213,11 @@ class Run:
         """Its proofs replay the steps that were kept for them."""
         return self._prover.witnesses
 
+    def rehearse_proofs(self, model: Path) -> None:
+        """On a GPU, of the model that the run begins with, while it gets ready for its first step and the GPU has little else to do."""
+        if self.probing.device != "cpu":
+            self._prover.rehearse(model, self.probing, self.headroom)
+
     def log(self, kind: Event, **facts: Any) -> None:
         """One line of the ledger. The one that says what a run came to is its last."""
         if kind is Event.HAND_OVER:
