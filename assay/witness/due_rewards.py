@@ -25,7 +25,7 @@ print("\\n" + json.dumps([float(function(*given)) for given in json.load(sys.std
 Given = tuple[str, str, Mapping[str, Any]]  # prompt, completion, row
 
 
-class Rule(NamedTuple):
+class DueRule(NamedTuple):
     """NAME[OPTION=VALUE]:WEIGHT, or FILE.py:FUNCTION:WEIGHT."""
 
     name: str
@@ -33,13 +33,13 @@ class Rule(NamedTuple):
     weight: float
 
 
-def due_rules(specs: Sequence[str]) -> list[Rule]:
+def due_rules(specs: Sequence[str]) -> list[DueRule]:
     found = [match for spec in specs if (match := _SPEC.fullmatch(spec.strip())) is not None]
-    return [Rule(match["name"], dict(part.split("=", 1) for part in re.split(r",(?=\w+=)", match["options"] or "") if part),
+    return [DueRule(match["name"], dict(part.split("=", 1) for part in re.split(r",(?=\w+=)", match["options"] or "") if part),
                  float(match["weight"] or 1)) for match in found]
 
 
-def due_metric(options: Mapping[str, Any]) -> Rule:
+def due_metric(options: Mapping[str, Any]) -> DueRule:
     """--metric, or the heaviest rule of --reward."""
     rules = [rule for rule in due_rules([options["metric"]] if options["metric"] else options["reward"]) if rule.name != "judge"]
     if not rules:
@@ -47,7 +47,7 @@ def due_metric(options: Mapping[str, Any]) -> Rule:
     return max(rules, key=lambda rule: rule.weight)
 
 
-def due_scores(rule: Rule, given: Sequence[Given]) -> list[float]:
+def due_scores(rule: DueRule, given: Sequence[Given]) -> list[float]:
     """Before the weight."""
     if ".py:" in rule.name:
         return ask_function(*rule.name.rsplit(":", 1), given)
