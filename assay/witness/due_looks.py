@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
-from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE, due_text, judge_nats, plain_model, rescored
+from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE, Rescored, due_text, judge_nats, plain_model, rescored
 from assay.witness.due_rewards import SAME_SCORE, due_metric, due_scores, rows_to_grade
 from assay.witness.due_rollout import prompt_ids
 from assay.witness.due_texts import NotWitnessed, Renderer, Row, read_fields
@@ -146,7 +146,7 @@ def wrong_held_out(kept: KeptLook) -> list[str]:
 
 def judge_looked_texts(kept: KeptLook) -> Verdict:
     look: Any = kept  # has what is asked of a kept evaluation
-    model, found = plain_model(look), []
+    model, found = plain_model(look), list[Rescored]()
     for item in kept.facts["items"]:
         for sample in item["samples"]:
             if sample["text"] != (due := due_text(look, sample["ids"])):
