@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror vllm trackers pictures clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror vllm trackers pictures notebooks clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +100,9 @@ trackers: $(if $(filter build/%,$(TRACKERS_PYTHON)),build/trackers/.ready)   ## 
 pictures: $(VENV)/.ready   ## docs/chat.svg: SmolLM2-135M in FP8 beside its source, at a terminal; minutes
 	$(RUN) -m assay fetch smollm2-135m
 	$(RUN) docs/pictures.py
+
+notebooks: $(VENV)/.ready   ## run the notebooks of docs/notebooks and store what their cells show
+	$(RUN) docs/notebooks.py
 
 clean:
 	rm -rf $(VENV) demo-run

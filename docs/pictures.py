@@ -25,8 +25,8 @@ def main() -> int:
 
     if not FOLDER.exists():
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "assay", "export", "smollm2-135m", "--to", "fp8", "--dtype", "bfloat16", "--out", str(FOLDER)],
-                       check=True)
+        words = ["export", "smollm2-135m", "--to", "fp8", "--dtype", "bfloat16", "--out", str(FOLDER)]
+        subprocess.run([sys.executable, "-m", "assay", *words], check=True)
     said = typed_at_a_terminal(["-m", "assay", *WORDS], TYPED)
     shown = "$ assay chat smollm2-fp8 --against smollm2-135m --system 'Answer in one short sentence.' --temperature 0\n" + said
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

@@ -10,12 +10,19 @@ from assay.errors import ArtifactError, UsageError
 from assay.guard.compressed_checks import check_compressed
 from assay.model.families import hf_layout, to_foreign
 from assay.store.artifact import open_artifact
-from assay.store.compressed_tensors import COMPRESSED, packed, plain_weights, quantization_config, rounded_codes, unpacked
+from assay.store.compressed_tensors import (
+    COMPRESSED,
+    compressed_weights,
+    packed,
+    plain_weights,
+    quantization_config,
+    rounded_codes,
+    unpacked,
+)
 from assay.store.export_artifact import export_artifact
 from assay.store.safetensors_files import read_tensors
 from assay.testing.tiny_models import save_hf_folder, save_model, tiny_model
 from assay.verdict import Outcome
-from assay.zoo.file_format_faults import a_compressed_folder
 
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -69,7 +76,6 @@ def test_codes_are_the_nearest_ones():
     (lambda held: {"model.norm.weight_scale": torch.ones(1)}, "belongs to no layer"),
 ])
 def test_a_layer_that_is_not_as_the_config_says_is_refused(change, sentence, source):
-    from assay.store.compressed_tensors import compressed_weights
     held, said = compressed_weights(to_foreign(hf_layout(source.config), source.tensors), COMPRESSED["fp8"], torch.float32)
     changed = {name: tensor for name, tensor in (held | change(held)).items() if tensor is not None}
     with pytest.raises(ArtifactError, match=sentence):
@@ -87,15 +93,6 @@ def test_models_whose_layers_are_no_linear_ones_are_refused(tmp_path):
     source = open_artifact(save_hf_folder(tmp_path / "m", tiny_model("gpt2")))
     with pytest.raises(UsageError, match="gpt2"):
         export_artifact(source, "fp8", tmp_path / "out")
-
-
-def test_a_folder_of_another_tool_is_read_and_proven(tmp_path):
-    """Without a manifest, as llm-compressor leaves one: the same bytes, the same verdicts on weights."""
-    def nothing(where):
-        return __import__("contextlib").nullcontext()
-
-    found = {verdict.check: verdict.outcome for verdict in a_compressed_folder("w4a16")(tmp_path, nothing)}
-    assert {found[name] for name in ("whole", "architecture", "values", "lineage", "rounding", "perplexity")} == {Outcome.PROVEN}
 
 
 def test_the_verb_writes_and_proves_a_folder(tmp_path, capsys):
