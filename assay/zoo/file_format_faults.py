@@ -260,6 +260,7 @@ def a_compressed_folder(form: ExportFormat) -> Job:
 def compressed_fault(name: str, form: ExportFormat, check: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     def strike(where: Path) -> None:
         tensors = {name: tensor.clone() for name, tensor in read_tensors(where / WEIGHTS_FILE).items()}
+        (where / WEIGHTS_FILE).unlink()
         write_tensors(where / WEIGHTS_FILE, tensors | change(tensors))
 
     fault(name, rows=("M10",), stage="export", check=check, job=a_compressed_folder(form))(on_disk(strike))
