@@ -230,7 +230,7 @@ def _no_consumer(subject: ProofSubject) -> str | None:
     if subject.raw.place.format.unreadable is not None:
         return subject.raw.place.format.unreadable
     if subject.raw.compressed and importlib.util.find_spec("compressed_tensors") is None:
-        return "transformers loads these codes with the package compressed-tensors, which is not installed (pip install 'assay[compressed]')"
+        return "transformers loads such codes with compressed-tensors, which is not installed (pip install 'assay[compressed]')"
     if subject.artifact.config.family == "assay":
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":
