@@ -88,7 +88,8 @@ def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | No
     model = assemble_model(source.config, from_foreign(source.config, layout, meant, str(where)), torch.float32)
     contents = model_contents(model, source.tokenizer, source.stops, replace(_lineage(source), rounded=form), dtype=EXPORT_DTYPES[name])
     fields = parse_json(contents.files["config.json"], where="config.json", shape=dict) | {"quantization_config": said}
-    checkpoint.write_checkpoint(where, replace(contents, weights=weights, files={**contents.files, "config.json": json_bytes(fields)}))
+    files = {**contents.files, "config.json": json_bytes(fields)}
+    checkpoint.write_checkpoint(where, replace(contents, weights=weights, files=files, probes={}))  # vLLM opens every .safetensors there
     return scheme.answers
 
 
