@@ -25,7 +25,7 @@ def check_compressed(folder: Path, source: Artifact) -> list[Verdict]:
         return [*found, unproven("perplexity", f"{source.path} has no tokenizer, so that no text can be compared", optional=True)]
     reading = planned_reading(source, source.tokenizer)
     before, after = (build_model(one).float().eval() for one in (source, written))
-    return [*found, *judge_texts(reading, source, before, after, scheme)]
+    return [*found, *judge_rounded_texts(reading, source, before, after, scheme)]
 
 
 def check_rounding(written: Artifact, source: Artifact, scheme: CompressedScheme) -> Verdict:
@@ -50,7 +50,7 @@ def check_rounding(written: Artifact, source: Artifact, scheme: CompressedScheme
                               f"{farthest:.3f} of it, and every row uses its codes' whole range", matrices=count, farthest=farthest)
 
 
-def judge_texts(reading: LlamaReading, source: Artifact, before: Transformer, after: Transformer,
+def judge_rounded_texts(reading: LlamaReading, source: Artifact, before: Transformer, after: Transformer,
                 scheme: CompressedScheme) -> list[Verdict]:
     """How surprised both are by the same tokens, and how much less likely the source finds what the rounded one says."""
     ours, theirs = (torch.cat([token_logps(one, row) for row in reading.rows]) for one in (before, after))

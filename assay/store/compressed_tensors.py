@@ -21,9 +21,9 @@ from assay.store.safetensors_files import read_folder_tensors
 from assay.strict_json import read_json
 
 METHOD = "compressed-tensors"
-GROUPS = (128, 64, 32, 16, 8)  # sizes of a group, the first that divides every row
+GROUP_SIZES = (128, 64, 32, 16, 8)  # sizes of a group, the first that divides every row
 FP8_LARGEST, FP8_STEP, FP8_FINEST = 448.0, 2.0**-4, 2.0**-10  # of e4m3: largest value; half a step, of a value and of the smallest ones
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale")
+CODE_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale")
 _MATRIX = re.compile(r"model\.layers\.\d+\..*\.weight")
 _SLACK = 1.01  # scales are rounded too
 
@@ -82,29 +82,29 @@ def rounded_codes(matrix: Tensor, scheme: CompressedScheme, group: int | None, d
 def _stored(module: str, codes: Tensor, scales: Tensor, scheme: CompressedScheme) -> dict[str, Tensor]:
     if scheme.format == "pack-quantized":
         shape = torch.tensor(codes.shape, dtype=torch.int64)
-        return {f"{module}.weight_packed": packed(codes), f"{module}.weight_scale": scales, f"{module}.weight_shape": shape}
+        return {f"{module}.weight_packed": packed_nibbles(codes), f"{module}.weight_scale": scales, f"{module}.weight_shape": shape}
     stored = codes.to(torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
     return {f"{module}.weight": stored, f"{module}.weight_scale": scales}
 
 
-def packed(codes: Tensor) -> Tensor:
+def packed_nibbles(codes: Tensor) -> Tensor:
     """Eight codes of four bits in 32, the first in the lowest, each 8 more than it is."""
     nibbles = (codes.to(torch.int64) + 8).reshape(codes.shape[0], -1, 8)
     words = (nibbles << (4 * torch.arange(8))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def unpacked(words: Tensor) -> Tensor:
+def unpacked_nibbles(words: Tensor) -> Tensor:
     nibbles = (words.to(torch.int64)[..., None] >> (4 * torch.arange(8))) & 15
     return (nibbles - 8).reshape(words.shape[0], -1).float()
 
 
 def _group_size(widths: Iterable[int]) -> int:
     found = sorted(set(widths))
-    for size in GROUPS:
+    for size in GROUP_SIZES:
         if all(width % size == 0 for width in found):
             return size
-    raise UsageError(f"rows of {found} weights have no common group; expected widths that {GROUPS[-1]} divides: choose fp8 or w8a8")
+    raise UsageError(f"rows of {found} weights have no common group; expected widths that {GROUP_SIZES[-1]} divides: choose fp8 or w8a8")
 
 
 def quantization_config(scheme: CompressedScheme, group: int | None) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_names(names: Iterable[str]) -> set[str]:
     """Names of the tensors that the codes and scales stand for."""
-    return {name.replace(".weight_packed", ".weight") for name in names if name.rpartition(".")[2] not in PARTS[1:]}
+    return {name.replace(".weight_packed", ".weight") for name in names if name.rpartition(".")[2] not in CODE_PARTS[1:]}
 
 
 def recipe_of(fields: Mapping[str, Any], where: str) -> CompressedRecipe:
@@ -172,7 +172,7 @@ def plain_weights(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], wher
         made[f"{module}.weight"] = _product(codes, scales)
         used |= names
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
-    if stray := sorted(name for name in rest if name.rpartition(".")[2] in PARTS):
+    if stray := sorted(name for name in rest if name.rpartition(".")[2] in CODE_PARTS):
         raise ArtifactError(f"{where}: {stray[0]} belongs to no layer that config.json says is in {recipe.scheme.name}")
     return rest | made
 
@@ -215,7 +215,7 @@ def _codes(module: str, tensors: Mapping[str, Tensor], recipe: CompressedRecipe,
                             "quantised as stated")
     if scheme.format != "pack-quantized":
         return stored.float()
-    shape, codes = tensors.get(f"{module}.weight_shape"), unpacked(stored)
+    shape, codes = tensors.get(f"{module}.weight_shape"), unpacked_nibbles(stored)
     if shape is None or shape.tolist() != list(codes.shape):
         raise ArtifactError(f"{where}: {module} has codes for {list(codes.shape)} weights; its weight_shape says "
                             f"{'nothing' if shape is None else shape.tolist()}")

@@ -266,13 +266,17 @@ def compressed_fault(name: str, form: ExportFormat, check: str, change: Callable
     fault(name, rows=("M10",), stage="export", check=check, job=a_compressed_folder(form))(on_disk(strike))
 
 
+def from_the_other_end(words: Tensor) -> Tensor:
+    codes = compressed_tensors.unpacked_nibbles(words)
+    return compressed_tensors.packed_nibbles(codes.reshape(-1, 8).flip(1).reshape(codes.shape))
+
+
 DOWN, OUT = "model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"
 compressed_fault("one layer not in FP8, as the config says it is", "fp8", "architecture", lambda held: {DOWN: held[DOWN].float()})
 compressed_fault("scales of FP8 transposed", "fp8", "architecture", lambda held: {f"{OUT}_scale": held[f"{OUT}_scale"].T.contiguous()})
 compressed_fault("rows of codes with other rows' scales", "w8a8", "lineage", lambda held: {f"{OUT}_scale": held[f"{OUT}_scale"].roll(1, 0)})
 compressed_fault("four-bit codes packed from the other end", "w4a16", "lineage", lambda held: {
-    f"{DOWN}_packed": compressed_tensors.packed(compressed_tensors.unpacked(held[f"{DOWN}_packed"]).reshape(-1, 8).flip(1).reshape(
-        len(held[f"{DOWN}_packed"]), -1))})
+    f"{DOWN}_packed": from_the_other_end(held[f"{DOWN}_packed"])})
 compressed_fault("codes that are all zero", "w8a8", "values", lambda held: {
     name: torch.zeros_like(codes) for name, codes in held.items() if codes.dtype == torch.int8})
 compressed_fault("scales twice what they must be", "fp8", "rounding", lambda held: {

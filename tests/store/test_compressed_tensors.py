@@ -13,11 +13,11 @@ from assay.store.artifact import open_artifact
 from assay.store.compressed_tensors import (
     COMPRESSED,
     compressed_weights,
-    packed,
+    packed_nibbles,
     plain_weights,
     quantization_config,
     rounded_codes,
-    unpacked,
+    unpacked_nibbles,
 )
 from assay.store.export_artifact import export_artifact
 from assay.store.safetensors_files import read_tensors
@@ -54,9 +54,9 @@ def test_what_is_written_reads_as_the_source_rounded(written, source):
 
 
 def test_the_first_of_eight_codes_lies_in_the_lowest_bits():
-    assert packed(torch.tensor([[-8.0, 7, 0, 0, 0, 0, 0, 0]])).tolist() == [[0x888888F0 - 2**32]]
+    assert packed_nibbles(torch.tensor([[-8.0, 7, 0, 0, 0, 0, 0, 0]])).tolist() == [[0x888888F0 - 2**32]]
     codes = torch.randint(-8, 8, (3, 16)).float()
-    assert torch.equal(unpacked(packed(codes)), codes)
+    assert torch.equal(unpacked_nibbles(packed_nibbles(codes)), codes)
 
 
 def test_codes_are_the_nearest_ones():
