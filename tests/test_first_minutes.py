@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import assay
 from assay.cli import VERBS, run
 from assay.config import parse
+from assay.recipes.run import TimeSpent, duration, pace_words
 from assay.verbs import bench, completion, doctor
 from assay.verbs.init import INIT_RECIPES, options_file
 from assay.verdict import Outcome, overall, without_optional
@@ -92,6 +94,30 @@ def test_doctor_says_what_a_gpu_of_each_size_can_train():
     sizes = list(doctor.known_shapes())
     assert max(sizes.index(name) for name in sizes if name in small) < max(sizes.index(name) for name in sizes if name in large)
     assert len(doctor.environment_facts()["fits"]) == torch.cuda.device_count()
+
+
+def test_progress_says_rate_and_time_left_and_what_checks_cost():
+    assert pace_words(10, 4.0, 20) == ["2.5 steps/s", "8 s left"]
+    assert pace_words(10, 4.0, None) == ["2.5 steps/s"]
+    assert [duration(seconds) for seconds in (12.4, 185, 8040)] == ["12 s", "3:05 min", "2:14 h"]
+    clock = iter([0.0, 3.0, 4.0, 4.0])  # opened for 3 s, then a proof was waited for, for 1
+    spent = TimeSpent(lambda: next(clock))
+    with spent.part("proving"):
+        pass
+    assert spent.checks_words() == "checks 25%"
+
+
+def test_what_doctor_names_leaves_room_and_the_next_larger_shape_would_not_fit():
+    """By the sizes that it prints itself: of a GPU that is a little too small for a model, the next smaller one is named."""
+    sizes = list(doctor.known_shapes())
+    for way, line in enumerate(doctor.trainable_models(80 << 30)):
+        name, needed = re.search(r"(\S+) \(([\d.]+) GiB\)", line).groups()
+        assert float(needed) <= 80 * doctor.USABLE
+        tight = float(needed) / doctor.USABLE
+        assert name in doctor.trainable_models(int((tight + 0.2) * 2**30))[way]
+        smaller = doctor.trainable_models(int((tight - 0.2) * 2**30))[way]
+        assert name not in smaller
+        assert sizes[sizes.index(name) - 1] in smaller
 
 
 def test_bench_measures_the_same_work_by_both(monkeypatch):

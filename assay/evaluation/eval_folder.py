@@ -60,9 +60,10 @@ class EvalFolder:
         self.file.close()
 
     def _require_ours(self) -> None:
-        """Nothing is put into a folder of something else. One that was killed early may have left nothing but its lock."""
+        """Nothing is put into a folder of something else. One that was killed early may have left nothing but its lock; rows and graders
+        that were given in memory lie in `inputs`."""
         names = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith(durable.PARTIAL)}
-        if REQUEST not in names and names - {SCORES}:
+        if REQUEST not in names and names - {SCORES, "inputs"}:
             raise UsageError(f"{self.folder} holds something else; give an empty or a new folder with --out")
 
     def _lock(self) -> None:

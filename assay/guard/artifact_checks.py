@@ -52,7 +52,8 @@ def check_values(subject: ProofSubject) -> Verdict:
     """Finite everywhere, and no matrix with a hole in it: the mark of a shard that was never filled. Without recorded hashes, no
     weight that only a flipped bit makes."""
     bad, empty, absurd, count = [], [], [], 0
-    for name, read in subject.raw.tensors.items():
+    tensors = subject.artifact.tensors if subject.raw.compressed else subject.raw.tensors
+    for name, read in tensors.items():
         tensor = read.to(subject.device)
         count += tensor.numel()
         if not torch.isfinite(tensor).all():
@@ -69,7 +70,7 @@ def check_values(subject: ProofSubject) -> Verdict:
     if absurd:
         return refuted("values", f"weights that no training makes in {len(absurd)} tensor(s): {', '.join(absurd[:3])}: bits were flipped",
                        tensors=absurd)
-    return proven("values", f"all {count:,} values of {len(subject.raw.tensors)} tensors are finite, and no matrix has "
+    return proven("values", f"all {count:,} values of {len(tensors)} tensors are finite, and no matrix has "
                             "a hole of zeros", values=count)
 
 

@@ -32,6 +32,8 @@ from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
 from assay.statistics.sequential import SEQUENTIAL_LEVEL
 from assay.store.artifact import Artifact
+from assay.store.compressed_tensors import recipe_of
+from assay.store.export_artifact import EXPORT_ROUNDING, majority_dtype
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 # Relative error of the answers. The same fp32 weights on another machine or through another implementation differ by
@@ -71,10 +73,21 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     tokens, ids = probe_inputs(subject.artifact.config.vocab, subject.artifact.config.max_length)
     error = probe_distance(_consumer_answers(model, tokens, ids, subject.device), subject.answers)
     _give_base_back(subject, model)
-    words = f"through {name} the answers differ by {error:.1e} (relative), bound {SAME_WEIGHTS:.0e}"
-    if not error <= SAME_WEIGHTS:
-        return refuted("consumer", f"{words}: {name} makes another model of these files", error=str(error), bound=SAME_WEIGHTS)
-    return proven("consumer", words, error=error, bound=SAME_WEIGHTS)
+    bound = _consumer_bound(subject)
+    words = f"through {name} the answers differ by {error:.1e} (relative), bound {bound:.0e}"
+    if not error <= bound:
+        return refuted("consumer", f"{words}: {name} makes another model of these files", error=str(error), bound=bound)
+    return proven("consumer", words, error=error, bound=bound)
+
+
+def _consumer_bound(subject: ProofSubject) -> float:
+    """A library that computes with codes rounds what goes into each layer as well, as the folder's config asks it to; and what codes and
+    scales stand for, to the scales' dtype."""
+    if not subject.raw.compressed:
+        return SAME_WEIGHTS
+    scheme = recipe_of(subject.raw.fields, str(subject.path)).scheme
+    scales = {name: tensor for name, tensor in subject.raw.tensors.items() if name.endswith(".weight_scale")}
+    return scheme.answers if scheme.activations else EXPORT_ROUNDING[majority_dtype(scales)]
 
 
 @torch.no_grad()
@@ -216,6 +229,8 @@ def _no_consumer(subject: ProofSubject) -> str | None:
         return f"{' and '.join(missing)} not installed (pip install 'assay[hf]'), so only Assay's own loader has read it"
     if subject.raw.place.format.unreadable is not None:
         return subject.raw.place.format.unreadable
+    if subject.raw.compressed and importlib.util.find_spec("compressed_tensors") is None:
+        return "transformers loads such codes with compressed-tensors, which is not installed (pip install 'assay[compressed]')"
     if subject.artifact.config.family == "assay":
         return f"transformers has no {subject.artifact.config.family!r} architecture; only Assay loads it"
     if subject.artifact.base is not None and subject.artifact.base.raw.place.kind == "gguf":

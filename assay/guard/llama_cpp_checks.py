@@ -115,7 +115,7 @@ def judge_surprise(reading: LlamaReading, model: Transformer, rounded: Transform
                    runner: str) -> Verdict:
     """Mean surprise over the same tokens, whose exponential is perplexity, against the source; and token by token against what Assay
     computes of the very same bytes."""
-    ours, of_file = (torch.cat([_token_logps(one, row) for row in reading.rows]) for one in (model, rounded))
+    ours, of_file = (torch.cat([token_logps(one, row) for row in reading.rows]) for one in (model, rounded))
     theirs = torch.tensor([value for row in found["rows"] for value in row], dtype=torch.float64)
     band, change = SURPRISE_BAND.get(kind, FLOAT_BAND), float((ours - theirs).mean())
     perplexities = [float((-values.mean()).exp()) for values in (theirs, ours)]
@@ -138,7 +138,7 @@ def judge_generations(reading: LlamaReading, source: Artifact, model: Transforme
     own = sample(model, [list(prompt) for prompt in reading.prompts], source.stops.stop_ids,
                  Sampling(max_new=min(SAID_TOKENS, source.config.max_length // 2), temperature=0), graphed=False)
     pairs = list(zip(reading.prompts, found["generations"], strict=True))
-    losses = torch.cat([_losses(model, prompt, said) for prompt, said in pairs])
+    losses = torch.cat([choice_losses(model, prompt, said) for prompt, said in pairs])
     same = sum(list(completion.ids) == said for completion, (_, said) in zip(own, pairs, strict=True))
     band, lost = REGRET_BAND.get(kind, FLOAT_BAND), float(losses.mean())
     assert source.tokenizer is not None
@@ -158,10 +158,10 @@ def _logps(model: Transformer, row: list[int]) -> torch.Tensor:
     return model.logits(model.hidden(tokens))[0].double().log_softmax(-1)
 
 
-def _token_logps(model: Transformer, row: list[int]) -> torch.Tensor:
+def token_logps(model: Transformer, row: list[int]) -> torch.Tensor:
     return _logps(model, row)[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
 
 
-def _losses(model: Transformer, prompt: list[int], said: list[int]) -> torch.Tensor:
+def choice_losses(model: Transformer, prompt: list[int], said: list[int]) -> torch.Tensor:
     logps = _logps(model, [*prompt, *said])[len(prompt) - 1:-1]
     return logps.max(-1).values - logps.gather(1, torch.tensor(said)[:, None])[:, 0]

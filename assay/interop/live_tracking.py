@@ -15,43 +15,48 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from assay.errors import AssayError
+from assay.errors import AssayError, UsageError
 from assay.interop.trackers import PROJECT, MetricsTracker, open_tracker
 from assay.report.growing_metrics import GrowingLines
 from assay.report.run_process import ledger_locks, writer_of
+from assay.store.checkpoint import HALLMARK
 
 LOOK_EVERY = 1.0  # seconds
 LAST_SECONDS = 20.0  # that a tracker has for what is left once the run is over
+ARTIFACT_SECONDS = 600.0  # the same, where it is handed checkpoints
 
 
 @contextlib.contextmanager
-def tracking(run: Path, names: Sequence[str]) -> Iterator[None]:
+def tracking(run: Path, names: Sequence[str], *, checkpoints: bool = False) -> Iterator[None]:
     """Readers for these trackers, as long as the block takes; of several processes of a run the first has them."""
+    if checkpoints and (not names or "tensorboard" in names):
+        raise UsageError("--track-checkpoints is for --track wandb, trackio or mlflow, which keep artifacts; "
+                         f"found --track {' '.join(names) or '(none)'}")
     if os.environ.get("RANK", "0") != "0":
         names = ()
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(_reader(run, name))
+            stack.enter_context(_reader(run, name, checkpoints))
         yield
 
 
 @contextlib.contextmanager
-def _reader(run: Path, name: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "assay.interop.live_tracking", str(run), name]
+def _reader(run: Path, name: str, checkpoints: bool) -> Iterator[None]:
+    command = [sys.executable, "-m", "assay.interop.live_tracking", str(run), name, *(["checkpoints"] if checkpoints else [])]
     with tempfile.TemporaryFile() as words:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=words, stderr=words, start_new_session=True)
         try:
             yield
         finally:
-            _end(process, run, name, words)
+            _end(process, run, name, words, ARTIFACT_SECONDS if checkpoints else LAST_SECONDS)
 
 
-def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: IO[bytes]) -> None:
+def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: IO[bytes], seconds: float) -> None:
     """Its input ends: it hands over the rest and leaves. One that does not is killed."""
     assert process.stdin is not None
     process.stdin.close()
     try:
-        status = process.wait(LAST_SECONDS)
+        status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -63,22 +68,31 @@ def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: IO[byt
     if status == 0:
         print(said[0], file=sys.stderr, flush=True)
         return
-    why = f"took more than {LAST_SECONDS:g} s" if status is None else said[0]
+    why = f"took more than {seconds:g} s" if status is None else said[0]
     print(f"{name} was not handed everything: {why}; the run is not touched by it: assay track {run} --to {name}", file=sys.stderr,
           flush=True)
 
 
-def follow_run(run: Path, tracker: MetricsTracker, ended: Callable[[], bool]) -> str:
-    """Every row once until it has ended; returns in words what was handed over."""
-    rows = GrowingRows(run / "metrics.jsonl")
+def follow_run(run: Path, tracker: MetricsTracker, ended: Callable[[], bool], *, checkpoints: bool = False) -> str:
+    """Every row once, and every proven checkpoint where asked, until it has ended; returns in words what was handed over."""
+    rows, handed = GrowingRows(run / "metrics.jsonl"), set[Path]()
     while True:
         over = ended()
         for row in rows.unread():
             tracker.log(row)
+        for folder in proven_checkpoints(run) if checkpoints else ():
+            if folder not in handed:
+                tracker.hand_over(folder)
+                handed.add(folder)
         if over:
             tracker.finish()
             return tracker.words()
         time.sleep(LOOK_EVERY)
+
+
+def proven_checkpoints(run: Path) -> list[Path]:
+    """Folders of a run that have a hallmark: its checkpoints in order, and what it hands over."""
+    return [mark.parent for mark in [*sorted(run.glob(f"checkpoints/step-*/{HALLMARK}")), *sorted(run.glob(f"[ma]*/{HALLMARK}"))]]
 
 
 def run_ended(run: Path) -> Callable[[], bool]:
@@ -124,10 +138,10 @@ class GrowingRows:
 
 
 def main() -> int:
-    """Beside a run, which holds the other end of the input: `python -m assay.interop.live_tracking RUN TRACKER`."""
+    """Beside a run, which holds the other end of the input: `python -m assay.interop.live_tracking RUN TRACKER [checkpoints]`."""
     run, name = Path(sys.argv[1]), sys.argv[2]
     try:
-        print(follow_run(run, open_tracker(name, run, PROJECT), input_ended))
+        print(follow_run(run, open_tracker(name, run, PROJECT), input_ended, checkpoints=sys.argv[3:] == ["checkpoints"]))
     except AssayError as error:
         print(error)
         return error.exit_code

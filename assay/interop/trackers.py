@@ -52,6 +52,10 @@ class MetricsTracker(Protocol):
 
     def log(self, row: dict[str, Any]) -> None: ...
 
+    def hand_over(self, checkpoint: Path) -> None:
+        """A proven checkpoint as an artifact of the run."""
+        ...
+
     def finish(self) -> None: ...
 
     def words(self) -> str:
@@ -90,6 +94,9 @@ class TensorBoardEvents:
     def _add(self, step: int, **what: Any) -> None:
         self._file.add_event(self._events.Event(wall_time=time.time(), step=step, **what))
 
+    def hand_over(self, checkpoint: Path) -> None:
+        raise UsageError("tensorboard keeps no artifacts; --track-checkpoints is for wandb, trackio and mlflow")
+
     def finish(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -103,7 +110,7 @@ class ServiceRun:
 
     def __init__(self, service: str, run: Path, project: str) -> None:
         self._service, self._run, self._project, self._begun = _module(service, service), run, project, False
-        self._name, self._rows = service, 0
+        self._name, self._rows, self._handed = service, 0, list[str]()
 
     def log(self, row: dict[str, Any]) -> None:
         self._begin()
@@ -116,12 +123,17 @@ class ServiceRun:
             self._service.init(project=self._project, name=self._run.name, config=_config(self._run))
             self._begun = True
 
+    def hand_over(self, checkpoint: Path) -> None:
+        self._begin()
+        self._service.log_artifact(str(checkpoint), name=f"{self._run.name}-{checkpoint.name}", type="model")
+        self._handed.append(checkpoint.name)
+
     def finish(self) -> None:
         self._begin()
         self._service.finish()
 
     def words(self) -> str:
-        return f"{self._rows} steps handed to {self._name}"
+        return f"{self._rows} steps{_and_artifacts(self._handed)} handed to {self._name}"
 
 
 class MlflowRun:
@@ -129,7 +141,7 @@ class MlflowRun:
 
     def __init__(self, run: Path, project: str) -> None:
         self._mlflow, self._run, self._project, self._begun = _module("mlflow", "mlflow"), run, project, False
-        self._rows = 0
+        self._rows, self._handed = 0, list[str]()
 
     def log(self, row: dict[str, Any]) -> None:
         self._begin()
@@ -143,12 +155,21 @@ class MlflowRun:
             self._mlflow.log_params({name: str(value)[:500] for name, value in _config(self._run).items()})
             self._begun = True
 
+    def hand_over(self, checkpoint: Path) -> None:
+        self._begin()
+        self._mlflow.log_artifacts(str(checkpoint), artifact_path=checkpoint.name)
+        self._handed.append(checkpoint.name)
+
     def finish(self) -> None:
         self._begin()
         self._mlflow.end_run()
 
     def words(self) -> str:
-        return f"{self._rows} steps handed to mlflow"
+        return f"{self._rows} steps{_and_artifacts(self._handed)} handed to mlflow"
+
+
+def _and_artifacts(names: list[str]) -> str:
+    return f" and {', '.join(names)}" if names else ""
 
 
 def hand_over_metrics(run: Path, tracker: MetricsTracker) -> str:

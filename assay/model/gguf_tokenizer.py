@@ -316,6 +316,8 @@ def _vocabulary(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
             ranks.setdefault(left + right, rank)
         tokens = metadata["tokenizer.ggml.tokens"]
         metadata["tokenizer.ggml.scores"] = [float(-ranks.get(token, len(merges))) for token in tokens]
+        if any(" " in part for pair in merges for part in pair):  # Gemma's runs of spaces: the blank between two tokens says nothing
+            del metadata["tokenizer.ggml.merges"]
     return metadata
 
 

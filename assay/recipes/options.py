@@ -43,6 +43,8 @@ LIMIT_HELP = "read only the first so many rows of each file of --data"
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 TRACK_HELP = ("hand every step's metrics to these while the run goes on, by a process beside it that cannot touch it; tensorboard writes "
               "to RUN/tensorboard, the others as they are set up")
+TRACK_CHECKPOINTS_HELP = ("with --track wandb, trackio or mlflow: hand over every checkpoint too, as an artifact, once it has its "
+                          "hallmark; and what the run hands over at its end")
 QUIET_HELP = "print nothing but the verdicts and the headline"
 JSON_HELP = "print the outcome as JSON, and everything else to stderr"
 DEVICE = "a GPU where there is one, else cpu"
@@ -126,6 +128,7 @@ class Pretrain:
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
     track: tuple[Tracker, ...] = option(TRACK_HELP, group="run", default=(), default_text="none")
+    track_checkpoints: bool = option(TRACK_CHECKPOINTS_HELP, group="run", default=False)
     quiet: bool = option(QUIET_HELP, group="run", default=False)
     json: bool = option(JSON_HELP, group="run", default=False)
 
@@ -207,6 +210,7 @@ class Trained:
     process_timeout: float = option("seconds after which a process that does not answer the others counts as dead, and the run ends",
                                     group="run", least=1, default=120.0)
     track: tuple[Tracker, ...] = option(TRACK_HELP, group="run", default=(), default_text="none")
+    track_checkpoints: bool = option(TRACK_CHECKPOINTS_HELP, group="run", default=False)
     quiet: bool = option(QUIET_HELP, group="run", default=False)
     json: bool = option(JSON_HELP, group="run", default=False)
 

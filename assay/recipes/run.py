@@ -46,7 +46,7 @@ WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are writt
 _SHOWN = 4  # options that differ, where a folder holds another run
 # How long to go on, and where, may change between sittings; what is learned, and from what, may not.
 FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "replica_steps", "out", "remote", "json", "resume",
-        "probe_samples", "witness", "early_stopping_patience", "early_stopping_threshold", "track", "quiet"}
+        "probe_samples", "witness", "early_stopping_patience", "early_stopping_threshold", "track", "track_checkpoints", "quiet"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
 
 

@@ -27,6 +27,7 @@ from assay.model.transformer import ModelConfig, Transformer
 from assay.store import model_cache
 from assay.store.assayz import ASSAYZ
 from assay.store.checkpoint import MANIFEST, Checkpoint, open_checkpoint
+from assay.store.compressed_tensors import compressed_tensor_bounds, is_compressed, plain_fields, plain_names, plain_weights
 from assay.store.digests import recorded_digest, weights_digest
 from assay.store.gguf import GGUF
 from assay.store.mapped_pages import carried_to
@@ -64,6 +65,11 @@ class RawArtifact:
     tensors: dict[str, Tensor]
     checkpoint: Checkpoint | None = None
     whole: FileModel | None = None  # where one file holds everything
+
+    @property
+    def compressed(self) -> bool:
+        """Whether its matrices are codes with scales, which other tensors stand for."""
+        return not self.place.adapter and self.whole is None and is_compressed(self.fields)
 
 
 @dataclass(frozen=True)
@@ -199,11 +205,13 @@ def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: 
     if (whole := raw.whole) is not None:
         return Artifact(raw, whole.config, whole.tensors, weights_digest(whole.tensors), whole.tokenizer, whole.stops,
                         notes=list(whole.stops.disagreements))
-    config = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json"))
+    where = str(raw.place.path)
+    held_in = plain_weights(raw.fields, raw.tensors, where) if raw.compressed else raw.tensors
+    config = config_from_hf(plain_fields(raw.fields), held_in.keys(), str(raw.place.path / "config.json"))
     digest = _digest(raw)  # of what is then carried: each tensor is hashed before it travels
-    layout, where = hf_layout(config), str(raw.place.path)
-    tensors = from_foreign(config, layout, raw.tensors, where) if to is None else \
-        from_foreign(config, layout, raw.tensors, where, to.moved, to.kept)
+    layout = hf_layout(config)
+    tensors = from_foreign(config, layout, held_in, where) if to is None else \
+        from_foreign(config, layout, held_in, where, to.moved, to.kept)
     tokenizer = read_tokenizer(raw.place.path)
     stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
     return Artifact(raw, config, tensors, digest, tokenizer, stops, notes=list(stops.disagreements))
@@ -362,7 +370,8 @@ def _describe_folder(path: Path) -> Description:
         kind = fields.get("peft_type")
         geometry = {"family": "LoRA" if kind in (None, "LORA") else str(kind)} | {name: fields[name] for name in shown if fields.get(name)}
     else:
-        geometry = shown_geometry(config_from_hf(read_json(path / "config.json"), tensors.keys(), str(path / "config.json")))
+        fields = read_json(path / "config.json")
+        geometry = shown_geometry(config_from_hf(plain_fields(fields), plain_names(tensors), str(path / "config.json")))
     if checkpoint is None:
         return Description(geometry, tensors)
     return Description(geometry, tensors, _lineage(checkpoint), _verdict(checkpoint))
@@ -384,4 +393,5 @@ def _verdict(checkpoint: Checkpoint) -> str:
     return "UNPROVEN: every hash is right, but no fresh process has proven it yet; run assay prove"
 
 
-FORMATS = {name: ModelFormat(name, _describe_folder) for name in ("checkpoint", "hf", "peft")} | {one.name: one for one in (GGUF, ASSAYZ)}
+FORMATS = {name: ModelFormat(name, _describe_folder, tensor_bounds=compressed_tensor_bounds) for name in ("checkpoint", "hf", "peft")} \
+    | {one.name: one for one in (GGUF, ASSAYZ)}

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.model.families import FAMILIES
+from assay.model.families import FAMILIES, from_foreign, hf_layout, to_foreign
 from assay.store import checkpoint, durable, gguf
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
+from assay.store.compressed_tensors import COMPRESSED, compressed_weights, plain_weights, recipe_of
 from assay.store.gguf import EXPORT_EXACT, GGUF_ROUNDING
 from assay.store.llama_cpp import LLAMA_QUANTS, quantise_gguf
-from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
+from assay.store.saving import Ancestor, Lineage, adapter_contents, json_bytes, model_contents
 from assay.store.scratch import scratch_folder
+from assay.strict_json import parse_json
 
-ExportFormat = Literal["hf", "peft", "gguf", "merged"]
+ExportFormat = Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORT_ROUNDING = {"float32": EXPORT_EXACT, "float16": GGUF_ROUNDING["f16"], "bfloat16": GGUF_ROUNDING["bf16"]}
 
@@ -28,6 +30,8 @@ def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: st
     opened on other weights than it was trained on, what that changes."""
     if form == "gguf":
         return _export_gguf(source, where, dtype or "f16")
+    if form in COMPRESSED:
+        return _export_compressed(source, where, form, dtype)
     if form == "peft":
         return _export_adapter(source, where, dtype)
     if form == "hf" and source.patch is not None:
@@ -47,6 +51,8 @@ def majority_dtype(tensors: dict[str, Tensor]) -> str:
 
 def rounding_bound(artifact: Artifact) -> float:
     """How far an exported copy may answer from its source: as much as the rounding that its manifest records, and its weights show."""
+    if artifact.raw.compressed:
+        return recipe_of(artifact.raw.fields, str(artifact.path)).scheme.answers
     recorded = artifact.raw.checkpoint.facts.get("rounded") if artifact.raw.checkpoint else None
     return EXPORT_ROUNDING.get(recorded, EXPORT_EXACT) if recorded == majority_dtype(artifact.tensors) else EXPORT_EXACT
 
@@ -64,6 +70,27 @@ def _export_model(source: Artifact, where: Path, dtype: str | None, rebased: Map
     contents = model_contents(model, source.tokenizer, source.stops, lineage, dtype=EXPORT_DTYPES[name])
     checkpoint.write_checkpoint(where, contents)
     return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
+
+
+def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | None) -> float:
+    """Codes and scales in the place of the matrices; what the live model of the folder computes with is what they stand for."""
+    name, scheme = dtype or majority_dtype(source.tensors), COMPRESSED[form]
+    if name not in EXPORT_DTYPES:
+        raise UsageError(f"dtype {name!r} is not one for a Hugging Face folder; expected one of: {', '.join(EXPORT_DTYPES)}")
+    if source.patch is not None:
+        raise UsageError(f"{source.path} is an adapter; export it --to merged first, then that --to {form}")
+    if source.config.family in ("assay", "gpt2") or source.config.experts is not None:
+        kind = "a mixture of experts" if source.config.experts is not None else f"the {source.config.family!r} architecture"
+        raise UsageError(f"Assay writes no {form} folder of {kind}, whose layers are no plain Linear ones; export it --to hf or gguf")
+    layout = hf_layout(source.config)
+    weights, said = compressed_weights(to_foreign(layout, source.tensors), scheme, EXPORT_DTYPES[name])
+    meant = plain_weights({"quantization_config": said}, weights, str(where))
+    model = assemble_model(source.config, from_foreign(source.config, layout, meant, str(where)), torch.float32)
+    contents = model_contents(model, source.tokenizer, source.stops, replace(_lineage(source), rounded=form), dtype=EXPORT_DTYPES[name])
+    fields = parse_json(contents.files["config.json"], where="config.json", shape=dict) | {"quantization_config": said}
+    files = {**contents.files, "config.json": json_bytes(fields)}
+    checkpoint.write_checkpoint(where, replace(contents, weights=weights, files=files, probes={}))  # vLLM opens every .safetensors there
+    return scheme.answers
 
 
 def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:

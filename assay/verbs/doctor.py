@@ -28,6 +28,7 @@ OPTIONAL = {
     "peft": ("hf", "proofs of adapters through PEFT"),
     "gguf": ("gguf", "reading and writing GGUF files"),
     "llama-cpp-python": ("llama", "GGUF files proven in llama.cpp itself, and its K-quants"),
+    "compressed-tensors": ("compressed", "folders in fp8, w8a8 and w4a16 proven through transformers"),
     "pyarrow": ("data", "corpora and data sets in parquet"),
     "starlette": ("serve", "assay serve, with uvicorn"),
     "uvicorn": ("serve", "assay serve, with starlette"),

@@ -15,8 +15,10 @@ class FLAGS:
     within what the number format allows; merged weights must also differ from the base."""
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
-    to: Literal["hf", "peft", "gguf", "merged"] = option("what to write")
-    out: str = option("folder (hf, peft, merged) or file (gguf) to write; it must not exist", metavar="PATH")
+    to: Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16"] = option(
+        "what to write; fp8, w8a8 and w4a16 are folders in compressed-tensors' format, which vLLM loads: weights rounded to the nearest "
+        "of 8-bit floats, 8-bit or 4-bit integers, activations rounded by whoever runs them (not with w4a16)")
+    out: str = option("folder or, with --to gguf, file to write; it must not exist", metavar="PATH")
     dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f32, f16, bf16 or q8_0", default=None,
                                default_text="as stored; for gguf f16")
     quant: Literal["q8_0", "q6_k", "q5_k_m", "q4_k_m"] | None = option(
@@ -32,6 +34,7 @@ class FLAGS:
 EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model --dtype bfloat16
   assay export runs/a/checkpoints/step-000500 --to gguf --out model-q8_0.gguf --dtype q8_0
   assay export runs/a/checkpoints/step-000500 --to gguf --out model-q4_k_m.gguf --quant q4_k_m
+  assay export runs/a/checkpoints/step-000500 --to fp8 --out model-fp8
   assay export ./adapter --base ./base --to merged --out ./merged
   assay export runs/nf4/adapter --to merged --onto file --out ./merged --dtype bfloat16"""
 
@@ -46,10 +49,12 @@ def remove_export(where: Path) -> None:
 def run(flags: FLAGS) -> int:
     from assay.errors import UsageError
     from assay.guard.base_difference import base_difference
+    from assay.guard.compressed_checks import check_compressed
     from assay.guard.llama_cpp_checks import check_in_llama_cpp
     from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
     from assay.store.artifact import open_artifact
     from assay.store.checkpoint import open_checkpoint
+    from assay.store.compressed_tensors import COMPRESSED
     from assay.store.export_artifact import export_artifact
     from assay.verbs.prove import exit_code, print_proof
 
@@ -73,6 +78,8 @@ def run(flags: FLAGS) -> int:
         verdicts = stated + prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
         if flags.to == "gguf" and overall(verdicts) is not Outcome.REFUTED:
             verdicts += check_in_llama_cpp(where, source)
+        if flags.to in COMPRESSED and overall(verdicts) is not Outcome.REFUTED:
+            verdicts += check_compressed(where, source)
     except BaseException:  # refused or interrupted: what nobody has proven does not stay
         remove_export(where)
         raise

@@ -12,7 +12,7 @@ from assay.verbs.terminal import line_printer, print_headline
 def run_recipe(recipe: Callable[[Any, Callable[[str], None]], RunOutcome], flags: Any) -> int:
     from assay.interop.live_tracking import tracking
 
-    with tracking(Path(flags.out), flags.track):
+    with tracking(Path(flags.out), flags.track, checkpoints=flags.track_checkpoints):
         outcome = recipe(flags, keep_silent if flags.quiet else line_printer(json=flags.json))
     if flags.json and not outcome.followed:
         print(json.dumps(outcome_document(outcome), indent=1, default=str), flush=True)

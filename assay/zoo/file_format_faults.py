@@ -15,14 +15,15 @@ from torch import Tensor
 
 from assay.errors import ArtifactError
 from assay.guard import llama_cpp_checks
+from assay.guard.compressed_checks import check_compressed
 from assay.guard.llama_cpp_checks import check_in_llama_cpp
 from assay.model import families
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.store import assayz, gguf
+from assay.store import assayz, compressed_tensors, gguf
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import write_checkpoint
-from assay.store.export_artifact import export_artifact
+from assay.store.export_artifact import ExportFormat, export_artifact
 from assay.store.safetensors_files import read_tensors, tensor_sha256, write_tensors
 from assay.store.saving import Lineage, model_contents
 from assay.testing.fault_injection import Job, Plant, fault, fault_if_installed, in_place_of, on_disk, swap
@@ -238,6 +239,48 @@ def another_models_file(usual: Any, request: dict[str, Any], seconds: float) -> 
     source = save_hf_folder(other.with_name("other"), tiny_model(seed=1, width=256, head_dim=64, hidden=512))
     export_artifact(open_artifact(source), "gguf", other, "q8_0")
     return usual(request | {"file": str(other)}, seconds)
+
+# ---------------------------------------------------------------- codes with scales
+
+
+@functools.cache
+def a_compressed_folder(form: ExportFormat) -> Job:
+    """As another tool would leave it, without a manifest; struck on the disk, and proven against its source."""
+    def job(folder: Path, plant: Plant) -> list[Verdict]:
+        source, where = open_artifact(save_hf_folder(folder / "source", tiny_model())), folder / "model"
+        bound = export_artifact(source, form, where)
+        (where / "manifest.json").unlink()
+        with plant(where):
+            found = examine_folder(where, against=str(source.path), expect="same", bound=bound)
+            refused = any(verdict.outcome is Outcome.REFUTED for verdict in found)
+            return found if refused else [*found, *check_compressed(where, source)]
+    return job
+
+
+def compressed_fault(name: str, form: ExportFormat, check: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    def strike(where: Path) -> None:
+        tensors = {name: tensor.clone() for name, tensor in read_tensors(where / WEIGHTS_FILE).items()}
+        (where / WEIGHTS_FILE).unlink()
+        write_tensors(where / WEIGHTS_FILE, tensors | change(tensors))
+
+    fault(name, rows=("M10",), stage="export", check=check, job=a_compressed_folder(form))(on_disk(strike))
+
+
+def from_the_other_end(words: Tensor) -> Tensor:
+    codes = compressed_tensors.unpacked_nibbles(words)
+    return compressed_tensors.packed_nibbles(codes.reshape(-1, 8).flip(1).reshape(codes.shape))
+
+
+DOWN, OUT = "model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+compressed_fault("one layer not in FP8, as the config says it is", "fp8", "architecture", lambda held: {DOWN: held[DOWN].float()})
+compressed_fault("scales of FP8 transposed", "fp8", "architecture", lambda held: {f"{OUT}_scale": held[f"{OUT}_scale"].T.contiguous()})
+compressed_fault("rows of codes with other rows' scales", "w8a8", "lineage", lambda held: {f"{OUT}_scale": held[f"{OUT}_scale"].roll(1, 0)})
+compressed_fault("four-bit codes packed from the other end", "w4a16", "lineage", lambda held: {
+    f"{DOWN}_packed": from_the_other_end(held[f"{DOWN}_packed"])})
+compressed_fault("codes that are all zero", "w8a8", "values", lambda held: {
+    name: torch.zeros_like(codes) for name, codes in held.items() if codes.dtype == torch.int8})
+compressed_fault("scales twice what they must be", "fp8", "rounding", lambda held: {
+    DOWN: (held[DOWN].float() / 2).to(torch.float8_e4m3fn), f"{DOWN}_scale": held[f"{DOWN}_scale"] * 2})
 
 # ---------------------------------------------------------------- squeezed files
 

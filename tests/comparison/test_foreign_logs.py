@@ -116,6 +116,16 @@ def test_a_trainers_state_is_a_curve_and_a_folder_gives_its_newest(tmp_path):
         read_results(tmp_path / "out", metric="reward")
 
 
+def test_a_state_that_transformers_itself_wrote_is_read(tmp_path):
+    callback = pytest.importorskip("transformers.trainer_callback")
+    history = [{"step": step, "epoch": step / 4, "loss": 3.0 - step / 10, "grad_norm": 1.0, "learning_rate": 1e-4} for step in range(1, 9)]
+    state = callback.TrainerState(log_history=[*history, {"step": 8, "eval_loss": 1.5, "eval_runtime": 2.0}], global_step=8, max_steps=8)
+    state.save_to_json(str(tmp_path / "trainer_state.json"))
+    found = only(tmp_path / "trainer_state.json", metric="loss")
+    assert found.history == tuple((row["loss"],) for row in history)
+    assert only(tmp_path / "trainer_state.json").metric == "eval_loss"
+
+
 def test_exports_of_weights_and_biases_are_one_curve_a_run(tmp_path):
     table = tmp_path / "wandb.csv"
     with table.open("w", newline="") as file:

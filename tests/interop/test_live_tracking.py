@@ -21,6 +21,9 @@ def log(values, step):
         raise ConnectionError("no route to the tracker")
     with open(os.environ["TOLD"], "a") as file:
         file.write(f"{step} {values.get('loss')}\\n")
+def log_artifact(folder, name, type):
+    with open(os.environ["TOLD"], "a") as file:
+        file.write(f"artifact {name} {type} {(Path(folder) / 'hallmark.json').exists()} None\\n")
 def finish():
     if os.environ["FAILS"] == "finish":
         import time
@@ -64,7 +67,7 @@ def test_a_tracker_that_fails_or_hangs_costs_a_line_and_no_run(tiny, tmp_path, c
     monkeypatch.setenv("TOLD", str(tmp_path / "told.txt"))
     monkeypatch.setenv("FAILS", fails)
     monkeypatch.setattr(live_tracking, "LAST_SECONDS", 2.0 if fails == "finish" else 20.0)
-    code = sft(tiny, tmp_path / "run", "--track", "trackio", "--quiet")
+    code = sft(tiny, tmp_path / "run", "--track", "trackio", "--quiet", *(() if fails else ("--track-checkpoints",)))
     shown = capsys.readouterr()
     assert code in (0, 3)
     assert "REFUTED" not in shown.out
@@ -77,8 +80,17 @@ def test_a_tracker_that_fails_or_hangs_costs_a_line_and_no_run(tiny, tmp_path, c
     elif fails == "finish":
         assert "took more than 2 s" in shown.err
     else:
-        assert "steps handed to trackio" in shown.err
+        assert "step-000003, model handed to trackio" in shown.err  # earlier ones too, where they were proven before they were retired
+        handed = [line for line in told if line.startswith("artifact")]
+        assert handed[-2:] == ["artifact run-step-000003 model True None", "artifact run-model model True None"]
+        assert all(line.endswith("model True None") for line in handed)
         assert [line.split()[0] for line in told[1:] if "None" not in line] == ["1", "2", "3"]
+
+
+def test_checkpoints_are_for_trackers_that_keep_artifacts(tiny, tmp_path, capsys):
+    assert sft(tiny, tmp_path / "run", "--track", "tensorboard", "--track-checkpoints") == 2
+    assert "which keep artifacts; found --track tensorboard" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_rows_that_a_resumed_run_takes_again_are_handed_over_once(tmp_path):

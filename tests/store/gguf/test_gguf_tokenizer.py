@@ -93,6 +93,20 @@ def test_sentencepiece_from_scores_alone():
     assert ours.encode("a", special=True) == [1, *ours.encode("a")]
 
 
+def test_tokens_of_spaces_are_written_by_their_scores():
+    """Gemma has runs of spaces among its tokens: of a merge of them no blank says where one token ends and the next begins."""
+    metadata = sentencepiece_metadata()
+    more = [" ", "  ", "    "]
+    metadata["tokenizer.ggml.tokens"] += more
+    metadata["tokenizer.ggml.token_type"] += [1] * len(more)
+    metadata["tokenizer.ggml.scores"] += [-900.0 - place for place in range(len(more))]
+    ours = tokenizer_from_gguf(metadata, "made")
+    written = tokenizer_to_gguf(ours, ours.size)
+    assert "tokenizer.ggml.merges" not in written
+    again = tokenizer_from_gguf(written, "again")
+    assert all(again.encode(text) == ours.encode(text) for text in (*HARD, TEXT[:300]))
+
+
 def test_sentencepiece_agrees_with_transformers_but_for_a_leading_space():
     """SentencePiece, llama.cpp and Llama 2's tokenizer.json put a space before a space too; transformers 5 does not."""
     metadata = sentencepiece_metadata()

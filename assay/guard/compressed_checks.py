@@ -1,0 +1,69 @@
+"""Checks of a compressed-tensors folder against its source: every weight within half a step, text as likely, greedy texts as good."""
+
+from pathlib import Path
+
+import torch
+
+from assay.generate.engine import sample
+from assay.generate.generation_request import Sampling
+from assay.guard.llama_cpp_checks import SAID_TOKENS, LlamaReading, choice_losses, planned_reading, token_logps
+from assay.model.families import hf_layout, to_foreign
+from assay.model.transformer import Transformer
+from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.compressed_tensors import CompressedScheme, layers_with_steps, recipe_of
+from assay.verdict import Verdict, proven, refuted, unproven
+
+FULL_USE = 0.98  # of the largest code: a row whose codes stay below it wastes what few bits there are
+
+
+def check_compressed(folder: Path, source: Artifact) -> list[Verdict]:
+    """Three verdicts; of texts only where there is a tokenizer."""
+    written = open_artifact(folder)
+    scheme = recipe_of(written.raw.fields, str(folder)).scheme
+    found = [check_rounding(written, source, scheme)]
+    if source.tokenizer is None:
+        return [*found, unproven("perplexity", f"{source.path} has no tokenizer, so that no text can be compared", optional=True)]
+    reading = planned_reading(source, source.tokenizer)
+    before, after = (build_model(one).float().eval() for one in (source, written))
+    return [*found, *judge_rounded_texts(reading, source, before, after, scheme)]
+
+
+def check_rounding(written: Artifact, source: Artifact, scheme: CompressedScheme) -> Verdict:
+    """Each weight is at most half a step from the source's, and each row's codes use the whole range."""
+    due, farthest, count = to_foreign(hf_layout(source.config), source.tensors), 0.0, 0
+    wrong, wasted = list[str](), list[str]()
+    for name, matrix, steps, codes in layers_with_steps(written.raw.fields, written.raw.tensors, str(written.path)):
+        ways = (matrix - due[name].float()).abs() / steps
+        farthest, count = max(farthest, float(ways.max())), count + 1
+        if not bool((ways <= 1).all()):
+            wrong.append(f"{name} ({int((ways > 1).sum())} of {ways.numel()} weights, at most {float(ways.max()):.3g} half steps)")
+        used = codes.abs().amax(1)
+        if bool(((used < FULL_USE * scheme.largest) & (used > 0)).any()):
+            wasted.append(name)
+    if wrong:
+        return refuted("rounding", f"{len(wrong)} of {count} matrices are not the source's, rounded to {scheme.name}: "
+                                   f"{'; '.join(wrong[:3])}", tensors=wrong)
+    if wasted:
+        return refuted("rounding", f"codes of {len(wasted)} matrices leave a part of their range unused: {', '.join(wasted[:3])}: the "
+                                   "scales are larger than they must be", tensors=wasted)
+    return proven("rounding", f"every weight of {count} matrices is within half a step of {scheme.name} of the source's, at most "
+                              f"{farthest:.3f} of it, and every row uses its codes' whole range", matrices=count, farthest=farthest)
+
+
+def judge_rounded_texts(reading: LlamaReading, source: Artifact, before: Transformer, after: Transformer,
+                scheme: CompressedScheme) -> list[Verdict]:
+    """How surprised both are by the same tokens, and how much less likely the source finds what the rounded one says."""
+    ours, theirs = (torch.cat([token_logps(one, row) for row in reading.rows]) for one in (before, after))
+    change, band = float((ours - theirs).mean()), scheme.nats
+    words = (f"perplexity {float((-theirs.mean()).exp()):.4g}, the source's {float((-ours.mean()).exp()):.4g}: {change:+.4f} nats a token "
+             f"over {len(ours)} tokens, band of {scheme.name} {band:g}")
+    room = Sampling(max_new=min(SAID_TOKENS, source.config.max_length // 2), temperature=0)
+    texts = [[list(one.ids) for one in sample(model, [list(prompt) for prompt in reading.prompts], source.stops.stop_ids, room,
+                                              graphed=False)] for model in (before, after)]
+    lost = float(torch.cat([choice_losses(before, list(prompt), said)
+                            for prompt, said in zip(reading.prompts, texts[1], strict=True)]).mean())
+    same = sum(a == b for a, b in zip(*texts, strict=True))
+    said = (f"{same} of {len(texts[0])} greedy texts are the source's own; it finds the others' tokens less likely than its choice by "
+            f"{lost:.4f} nats on average, band of {scheme.name} {2 * band:g}")
+    return [(proven if abs(change) <= band else refuted)("perplexity", words, nats=str(change), band=band, n=len(ours)),
+            (proven if lost <= 2 * band else refuted)("greedy texts", said, nats=str(lost), band=2 * band, same=same, n=len(texts[0]))]
