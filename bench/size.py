@@ -382,7 +382,8 @@ def row_grpo(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     without_proofs()
     home = Path(tempfile.mkdtemp(prefix="size-grpo-"))
     (home / "drawn.py").write_text(REWARD)
-    asked = [{"question": f"What is {i} + {i * 7 % 89}?", "answer": f"#### {i + i * 7 % 89}"} for i in range(40 * flags.prompts)]
+    sums = [(i, i * 7 % 89) for i in range(40 * flags.prompts)]
+    asked = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.\n#### {a + b}"} for a, b in sums]
     for name, rows in (("train", asked[4:]), ("held-out", asked[:4])):
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     clock, began, made = Clock(1, 1, flags.device), time.perf_counter(), list[Any]()
