@@ -48,6 +48,7 @@ from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_check
 from assay.store.export_artifact import rounding_bound
 from assay.store.safetensors_files import tensor_bytes
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
+from assay.witness.due_looks import LOOKS
 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
@@ -180,7 +181,7 @@ def ask_witness(records: Sequence[Path], device: str = "cpu", *, timeout: float 
 
 def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
     if overall(without_optional(verdicts)) is Outcome.PROVEN:
-        silent = [verdict for verdict in verdicts if verdict.check == "witness" and verdict.outcome is Outcome.UNPROVEN]
+        silent = [verdict for verdict in verdicts if verdict.check in ("witness", LOOKS) and verdict.outcome is Outcome.UNPROVEN]
         write_hallmark(checkpoint, without_optional(verdicts), unproven=silent)
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
@@ -418,30 +419,36 @@ def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     os.chdir(fields.pop("folder"))
     torch.set_num_threads(fields.pop("threads"))
     if "records" in fields:
-        return {"verdicts": [_replayed(fields["records"], fields["device"], fields["headroom"]).to_json()]}
+        looks = [record for record in fields["records"] if Path(record).name.startswith("eval-")]
+        steps = [record for record in fields["records"] if record not in looks]
+        return {"verdicts": [_replayed(check, kept_of, fields["device"], fields["headroom"]).to_json()
+                             for check, kept_of in (("witness", steps), (LOOKS, looks)) if kept_of]}
     try:
         return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
         return {"refused": str(error)}
 
 
-def _replayed(records: Sequence[str], asked: str, headroom: int) -> Verdict:
-    """What the witness says. One that dies has not spoken, and a sound run must not fall with it. What was kept for a GPU's replay
-    would take hours elsewhere."""
+def _replayed(check: str, records: Sequence[str], asked: str, headroom: int) -> Verdict:
+    """What the witness says of kept steps, or of kept evaluations. One that dies has not spoken, and a sound run must not fall with it.
+    What was kept for a GPU's replay would take hours elsewhere."""
+    from assay.witness.due_looks import judge_looks
     from assay.witness.replay import replay_steps
 
     folders = [Path(record) for record in records]
     try:
         device, why = proof_device(asked, max(map(_replay_bytes, folders)), headroom)
         if device != asked:
-            return unproven("witness", f"{len(folders)} kept step(s) were not replayed: {why}", optional=True)
-        return replay_steps(folders, device)
+            return unproven(check, f"{len(folders)} record(s) were not replayed: {why}", optional=True)
+        return judge_looks(folders, device) if check == LOOKS else replay_steps(folders, device)
     except Exception as error:
-        return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
+        return unproven(check, f"the witness itself died: {type(error).__name__}: {error}", optional=True)
 
 
 def _replay_bytes(record: Path) -> int:
-    """Of a GPU: the record, gradients in double precision, and the logits of a few texts."""
+    """Of a GPU: the record, gradients in double precision, and the logits of a few texts; of an evaluation, its model in fp32."""
+    if record.name.startswith("eval-"):
+        return 4 * int(json.loads((record / "record.json").read_text())["parameters"]) + _REPLAY_WORKSPACE
     return 3 * sum(file.stat().st_size for file in record.iterdir()) + _REPLAY_WORKSPACE
 
 

@@ -28,7 +28,7 @@ from assay.recipes.options import Trained
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import writes_merged
 from assay.recipes.suite import read_suite, run_suite
-from assay.recipes.witness_records import witness_verdict
+from assay.recipes.witness_records import looks_verdicts, witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
@@ -186,7 +186,7 @@ def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tupl
     """Every place that is handed over: written, and proven in a fresh process."""
     places, opened = handed_places(run, best), opened or OpenedBases(None)
     verdicts = list[Verdict]()
-    witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
+    witness = [witness_verdict(run.folder, run.config.witness), *looks_verdicts(run.folder)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))

@@ -106,7 +106,8 @@ def render_pipeline(story: PipelineStory, out: Path) -> str:
     done = sum(stage.state is Outcome.PROVEN for stage in story.stages)
     facts = [("stages", f"{done} of {len(story.stages)} done"), ("artifacts", artifacts_in_words(story)),
              ("gates", f"{sum(g.outcome is Outcome.PROVEN for s in story.stages for g in s.gates)} of "
-                       f"{sum(len(s.gates) for s in story.stages)} hold"), ("time", _time_in_words(sum(seconds), story.wall)), ("folder", str(out))]
+                       f"{sum(len(s.gates) for s in story.stages)} hold"),
+             ("time", _time_in_words(sum(seconds), story.wall)), ("folder", str(out))]
     return templates().get_template("pipeline.html.j2").render(story=story, purpose=pipeline_purpose(story), facts=facts,
                                                                link=lambda path: _link(path, out), **page_assets())
 
