@@ -244,8 +244,9 @@ class Echo(ProvingProcess):
 
     def start(self) -> None:
         self._unread = b""
-        self.process = subprocess.Popen([sys.executable, "-S", "-c", "import sys\nfor line in sys.stdin: print('{}', flush=True)"], bufsize=0,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        script = "import sys\nfor line in sys.stdin: print('{}', flush=True)"
+        self.process = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+                                        start_new_session=True)
         os.set_blocking(self._pipes()[0], False)
 
 
