@@ -136,9 +136,9 @@ class KeptProcesses:
                 self._idle.append(ProvingProcess(threads, ready, libraries=libraries, alone=alone))
 
     def rehearse(self, request: Mapping[str, Any], seconds: float) -> None:
-        """All that wait now answer a request of which nobody reads the answer, each beside whatever else goes on."""
+        """As many as there are proofs at a time answer a request of which nobody reads the answer, each beside whatever else goes on."""
         with self._changing:
-            chosen, self._idle = self._idle, []
+            chosen, self._idle = self._idle[:MOST_PROOFS], self._idle[MOST_PROOFS:]
             self._rehearsing += chosen
         for process in chosen:
             threading.Thread(target=self._rehearse, args=(process, request, seconds), name="rehearse", daemon=True).start()
