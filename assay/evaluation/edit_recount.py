@@ -24,6 +24,7 @@ ROWS_AGAIN = 2  # of text
 SAME_NATS = 2e-3  # a token: what fp32 differs by when other rows stand beside one, as the preflight allows
 CLOSE_CALL = 1e-3  # between the two likeliest tokens, below which greedy may take either
 SAME_MEAN = 1e-9
+HALF = "\ufffd"  # stands for a character of which not all tokens are there yet
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def _greedy(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], recorded: str, stop_ids: Collection[int]) -> str | None:
     """What the likeliest tokens say instead of what is recorded; None where they say it, or where two are as likely."""
     ids: list[int] = []
-    while len(text := tokenizer.decode(ids, special=False)) < len(recorded):
+    while len(text := tokenizer.decode(ids, special=False)) < len(recorded) or (text[-1:] == HALF and text != recorded):
         best = _next_logits(model, [*prompt, *ids]).topk(2)
         if float(best.values[0] - best.values[1]) < CLOSE_CALL:
             return None
