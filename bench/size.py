@@ -382,7 +382,7 @@ def row_grpo(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     without_proofs()
     home = Path(tempfile.mkdtemp(prefix="size-grpo-"))
     (home / "drawn.py").write_text(REWARD)
-    asked = [{"question": f"What is {i} + {i * 7 % 89}?", "answer": f"#### {i + i * 7 % 89}"} for i in range(40 * flags.prompts)]
+    asked = [{"prompt": f"What is {i} + {i * 7 % 89}? ", "completion": "so much"} for i in range(40 * flags.prompts)]  # no gold to pay for
     for name, rows in (("train", asked[4:]), ("held-out", asked[:4])):
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     clock, began, made = Clock(1, 1, flags.device), time.perf_counter(), list[Any]()

@@ -144,11 +144,11 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
                      timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
                      records: Sequence[Path] = (), apart: bool = False) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
-    led to it, kept for the witness, who replays them meanwhile where a process waits for that. `apart`: in two processes."""
+    led to it, kept for the witness, who replays them meanwhile where several processes are kept. `apart`: in two processes."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
     replay = partial(ask_witness, records, probing.device, beside=beside, headroom=headroom)
     with ThreadPoolExecutor(1, "witness") as other:
-        meanwhile = other.submit(replay) if records and not beside and PROVING_PROCESSES.idle > 1 else None  # a process waits for each
+        meanwhile = other.submit(replay) if records and not beside and PROVING_PROCESSES.several else None
         verdicts = prove_apart(request, timeout=timeout) if apart else prove(request, timeout=timeout, beside=beside)
         if records:
             verdicts += replay() if meanwhile is None else meanwhile.result()

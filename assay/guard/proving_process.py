@@ -21,10 +21,12 @@ from assay.json_child import JsonChild
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
 MOST_PROOFS = 4  # at a time: a short run has as many checkpoints
+FOR_THE_WITNESS = 2  # processes more, where there are cores for all proofs at a time
+EARLY_CONTEXTS = 3  # processes that take their part of a GPU before they are asked: each has half a GiB there
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 LIBRARIES = "libraries"  # are imported early, which takes longer than all else
 GPU_TO_ITSELF = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
-_MOMENT = 10.0  # seconds
+_MOMENT, _LOOK_AGAIN = 10.0, 0.2  # seconds
 _TOLD = 2000  # characters of what it wrote before it died
 
 
@@ -41,9 +43,9 @@ def proof_threads(beside: bool) -> int:
 
 def processes_early() -> int:
     """How many may get ready while a run opens its model: with few cores, none, since that would take as long later; with many, as many
-    as there are proofs at a time."""
+    as there are proofs and replays at a time."""
     at_once = usable_cores() // CORES_A_PROOF
-    return MOST_PROOFS if at_once >= MOST_PROOFS else max(0, at_once - 1)
+    return MOST_PROOFS + FOR_THE_WITNESS if at_once >= MOST_PROOFS else max(0, at_once - 1)
 
 
 class ProvingProcess(JsonChild):
@@ -75,7 +77,8 @@ class ProvingProcess(JsonChild):
 
     @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        process = self.process  # another thread may stop it meanwhile
+        return process is not None and process.poll() is None
 
     def ended(self) -> int:
         """The status of one that died; what closed its output may take a moment to end."""
@@ -95,6 +98,8 @@ class KeptProcesses:
     def __init__(self) -> None:
         self._idle: list[ProvingProcess] = []
         self._rehearsing: list[ProvingProcess] = []
+        self._taken: list[ProvingProcess] = []
+        self._early = 0  # processes that were started before they were needed
         self._keepers = 0
         self._changing = threading.Condition()
 
@@ -107,6 +112,7 @@ class KeptProcesses:
         finally:
             with self._changing:
                 self._keepers -= 1
+                self._early = self._early if self._keepers else 0
                 ended, self._idle = ([], self._idle) if self._keepers else (self._idle, [])
                 for process in [] if self._keepers else self._rehearsing:
                     process.kill()  # whoever waits for it gets no answer, and stops it
@@ -116,20 +122,23 @@ class KeptProcesses:
                 process.stop()
 
     @property
-    def idle(self) -> int:
-        """How many wait."""
-        return len(self._idle)
+    def several(self) -> bool:
+        """Whether two requests are answered side by side by processes that are kept anyway."""
+        return self._early > 1
 
     def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True, alone: bool = False) -> None:
-        """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`."""
+        """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`, where the first few get
+        ready, too."""
         with self._changing:
+            self._early = max(self._early, count) if self._keepers else 0
             while self._keepers and len(self._idle) < count:
-                self._idle.append(ProvingProcess(threads, device, libraries=libraries, alone=alone))
+                ready = device if len(self._idle) < EARLY_CONTEXTS else "cpu"
+                self._idle.append(ProvingProcess(threads, ready, libraries=libraries, alone=alone))
 
     def rehearse(self, request: Mapping[str, Any], seconds: float) -> None:
-        """All that wait now answer a request of which nobody reads the answer, each beside whatever else goes on."""
+        """As many as there are proofs at a time answer a request of which nobody reads the answer, each beside whatever else goes on."""
         with self._changing:
-            chosen, self._idle = self._idle, []
+            chosen, self._idle = self._idle[:MOST_PROOFS], self._idle[MOST_PROOFS:]
             self._rehearsing += chosen
         for process in chosen:
             threading.Thread(target=self._rehearse, args=(process, request, seconds), name="rehearse", daemon=True).start()
@@ -148,21 +157,28 @@ class KeptProcesses:
                 process.stop()
 
     def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
-        """One that waits, with other libraries where they will be needed, and the one that knows most; one that is rehearsing, when it has
-        done so; else a new one."""
+        """One that waits, with other libraries where they will be needed, and the one that knows most. Where all that were started early
+        are busy it is waited for: a new one would import for longer. Else a new one."""
         with self._changing:
-            while not self._idle and self._rehearsing:
-                self._changing.wait()
+            while not self._idle and (self._rehearsing or self._all_busy()):
+                self._changing.wait(_LOOK_AGAIN)  # also for one that died, of which nobody tells
             while self._idle:
                 order = [(process.libraries == libraries, process.asked) for process in self._idle]
                 process = self._idle.pop(max(range(len(order)), key=lambda place: order[place]))
                 if process.alive:
+                    self._taken.append(process)
                     return process
                 process.stop()
         return ProvingProcess(threads)
 
+    def _all_busy(self) -> bool:
+        self._taken = [process for process in self._taken if process.alive]
+        return self.several and len(self._taken) >= self._early
+
     def give_back(self, process: ProvingProcess) -> None:
         with self._changing:
+            self._taken = [taken for taken in self._taken if taken is not process]
+            self._changing.notify_all()
             if self._keepers and process.alive:
                 self._idle.append(process)
                 return

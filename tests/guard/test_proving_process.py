@@ -4,6 +4,8 @@ import importlib
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from assay.guard import artifact_checks, behaviour_checks, proof
+from assay.guard import artifact_checks, behaviour_checks, proof, proving_process
 from assay.guard.kept_artifacts import KeptArtifacts, proof_device
 from assay.guard.proof import ProofRequest, Prover, examine_artifact, prove, prove_apart, prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
@@ -237,9 +239,48 @@ def test_only_where_no_run_waits_for_the_gpu_is_it_got_ready_beside_the_imports(
     assert ready.wait(5)
 
 
-@pytest.mark.parametrize(("waiting", "beside", "at_once"), [(2, False, True), (1, False, False), (2, True, False)])
-def test_kept_steps_are_replayed_meanwhile_where_a_process_waits_for_each(waiting: int, beside: bool, at_once: bool, tmp_path: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch):
+class Echo(ProvingProcess):
+    """Answers everything, and imports nothing."""
+
+    def start(self) -> None:
+        self._unread = b""
+        script = "import sys\nfor line in sys.stdin: print('{}', flush=True)"
+        self.process = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+                                        start_new_session=True)
+        os.set_blocking(self._pipes()[0], False)
+
+
+def test_where_all_that_were_started_early_are_busy_one_is_waited_for_and_one_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    """A new one would import for longer than the others prove."""
+    monkeypatch.setattr(proving_process, "ProvingProcess", Echo)
+    kept, got = proving_process.KeptProcesses(), list[ProvingProcess]()
+
+    def take_another() -> threading.Thread:
+        thread = threading.Thread(target=lambda: got.append(kept.take(1)))
+        thread.start()
+        thread.join(0.3)
+        return thread
+
+    with kept.keeping():
+        kept.start_early(1, "cuda", 4)
+        assert [process.device for process in kept._idle] == ["cuda", "cuda", "cuda", "cpu"]
+        held = [kept.take(1) for _ in range(4)]
+        waiting = take_another()
+        assert not got
+        kept.give_back(held[0])
+        waiting.join(5)
+        assert got == held[:1]
+        waiting = take_another()
+        held[1].kill()
+        waiting.join(5)
+        assert got[1] not in held
+        for process in {*held, *got}:
+            kept.give_back(process)
+
+
+@pytest.mark.parametrize(("early", "beside", "at_once"), [(2, False, True), (1, False, False), (2, True, False)])
+def test_kept_steps_are_replayed_meanwhile_where_several_processes_are_kept(early: int, beside: bool, at_once: bool, tmp_path: Path,
+                                                                           monkeypatch: pytest.MonkeyPatch):
     begun, replaying = list[str](), threading.Event()
 
     def prove_slowly(*_: Any, **__: Any) -> list[Verdict]:
@@ -248,8 +289,8 @@ def test_kept_steps_are_replayed_meanwhile_where_a_process_waits_for_each(waitin
 
     monkeypatch.setattr(proof, "prove", prove_slowly)
     monkeypatch.setattr(proof, "ask_witness", lambda *_, **__: replaying.set() or [])
-    monkeypatch.setattr(PROVING_PROCESSES, "_idle", [object()] * waiting)
-    assert prove_checkpoint(tmp_path / "none", records=[tmp_path], beside=beside) == []
+    monkeypatch.setattr(PROVING_PROCESSES, "_early", early)
+    assert prove_checkpoint(tmp_path, records=[tmp_path], beside=beside) == []  # an empty folder carries no mark
     assert begun == ["with its replay" if at_once else "alone"]
     assert replaying.is_set()
 
