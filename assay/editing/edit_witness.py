@@ -141,7 +141,7 @@ def check_tuned(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact],
     wrong, known, nothing = [], 0, torch.zeros(model.config.width)
     with contextlib.ExitStack() as added:
         for name, tensor in edited.patch.replaced.items():
-            added.enter_context(_added(model, name, tensor.double() - model.get_parameter(name).detach().double()))
+            added.enter_context(_added(model, name, tensor.double() - model.get_parameter(name).detach().double().cpu()))
         for fact, target in list(zip(facts, edited.targets, strict=True))[:FACTS_AGAIN]:
             places, answer = _places(tokenizer, contexts, fact), tokenizer.encode(with_leading_space(fact.target))
             if any(place is None for place in places):

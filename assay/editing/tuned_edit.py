@@ -66,7 +66,7 @@ def tune_edit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], l
     with frozen_parameters(model), tuned_in_place(model, names) as tuned:
         _tune(model, tuned, rows, kept, options, seed)
         after = fact_surprises(model, rows, len(facts))
-        patch = Patch(parent, replaced={name: tuned[name].detach().clone() for name in names})
+        patch = Patch(parent, replaced={name: tuned[name].detach().cpu().clone() for name in names})
     nothing = torch.zeros(0, dtype=torch.float64)
     targets = [Target(nothing, nothing, math.exp(-now), now, options.steps, False) for now in after]
     return EditResult(patch, targets, {}, [1 - now / max(was, 1e-12) for was, now in zip(before, after, strict=True)])
