@@ -55,7 +55,7 @@ from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.testing.tiny_models import initialised, save_model, tiny_model
 
-LR, BETA = 2e-5, 0.1
+LR, BETA = 5e-6, 0.1
 SYLLABLES = ("ba", "do", "ki", "lu", "me", "no", "pa", "ri", "so", "tu")
 
 
