@@ -129,7 +129,7 @@ def plain_is_better(knows_sums: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_reinforcement_run_is_rewarded_by_it_text_by_text(plain_is_better: Path, knows_sums: Path, tmp_path: Path,
                                                            monkeypatch: pytest.MonkeyPatch):
     sums.unproven(monkeypatch)
-    config = sums.options(knows_sums, tmp_path / "run", reward=(f"model:{plain_is_better}",), metric="answer")
+    config = sums.options(knows_sums, tmp_path / "run", reward=(f"model:{plain_is_better}",), metric="answer", max_steps=2)
     verdicts = sums.reinforced(config)
     assert not [str(verdict) for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
     digest = open_artifact(plain_is_better).digest
@@ -137,9 +137,9 @@ def test_a_reinforcement_run_is_rewarded_by_it_text_by_text(plain_is_better: Pat
     drawn = rows(tmp_path / "run" / "samples.jsonl")
     assert drawn
     for row in drawn[:8]:
-        due = text_reward(str(plain_is_better), row["prompt"], row["completion"], "cpu")
-        assert row["components"]["model"] == pytest.approx(due, rel=1e-4, abs=1e-5)
-    plain, hedged = ([row["reward"] for row in drawn if (" or " in row["completion"]) is said] for said in (False, True))
+        due = text_reward(str(plain_is_better), row["prompt"], row["text"], "cpu")
+        assert row["reward"] == row["rewards"]["model"] == pytest.approx(due, rel=1e-4, abs=1e-5)
+    plain, hedged = ([row["reward"] for row in drawn if (" or " in row["text"]) is said] for said in (False, True))
     assert sum(plain) / len(plain) > sum(hedged) / len(hedged)
 
 

@@ -45,7 +45,8 @@ def start(home: Path) -> StartingModel:
     ("sft", Sft, load_conversations), ("dpo", Dpo, load_preferences), ("kto", Kto, load_feedback), ("grpo", Grpo, split_prompts)])
 def test_the_first_rows_of_each_file_are_read(name: str, options: Any, load: Any, home: Path, start: StartingModel):
     data = tuple(str(home / f"{name}-{part}.jsonl") for part in (0, 1))
-    budget = {"prompts": 2, "max_completion_length": 8} if name == "grpo" else {"max_length": 64, "batch_tokens": 256, "micro_batch_tokens": 256}
+    tuned = {"max_length": 64, "batch_tokens": 256, "micro_batch_tokens": 256}
+    budget = {"prompts": 2, "max_completion_length": 8} if name == "grpo" else tuned
     usual = {"model": str(home / "base"), "data": data, "out": str(home / "run"), "held_out": 0.25, "max_steps": 1, "device": "cpu"}
     for limit, due in ((LIMIT, LIMIT), (None, ROWS)):
         found = load(options(**usual, **budget, limit=limit), start)
