@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from assay.data.batch import Batch
+from assay.data.preferences import read_preferences, render_pairs
 from assay.errors import AssayError, UsageError
 from assay.guard.reward_model_checks import check_reward_head
 from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
@@ -87,6 +88,8 @@ def test_workers_score_texts_as_training_does_and_only_proven_reward_models_are_
     artifact = open_artifact(path)
     assert artifact.tokenizer is not None
     ids = text_ids(artifact, "3+4=", "yes 7")
+    learned = render_pairs(read_preferences(home / "pairs.jsonl"), artifact.tokenizer, artifact.stops, length=24)[0]
+    assert ids in [pair.sides[0].tokens.tolist() for pair in learned]  # the end of the turn among them
     with torch.no_grad():
         batch = Batch(torch.tensor([ids]), torch.zeros(1, len(ids)))
         due = token_rewards(build_model(artifact), batch, artifact.tokenizer.ids[REWARD_TOKEN])
