@@ -124,7 +124,7 @@ def _least_hashes(texts: Sequence[bytes]) -> Hashes:
 def _words(text: bytes) -> tuple[Hashes, NDArray[np.int64]]:
     """A hash of each word, from its bytes by eights, and where it begins: work for each word, where `word_spans` has it for each byte."""
     codes, starts, stops = word_places(text + b" " * 8)
-    eights = np.ndarray((max(0, len(codes) - 7),), np.uint64, codes, strides=(1,))  # type: ignore[arg-type]
+    eights = np.ndarray((max(0, len(codes) - 7),), np.uint64, codes, strides=(1,))
     left = stops - starts
     hashes = mix_bits((eights[starts] & _MASKS[np.minimum(left, 8)]) + left.astype(np.uint64) * _ODD)
     longer, at = np.flatnonzero(left > 8), 8
