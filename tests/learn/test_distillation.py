@@ -247,7 +247,7 @@ def test_the_likeliest_and_the_rest_are_a_lower_bound_and_at_the_vocabulary_the_
     found = {k: distillation(teacher, DistillationSettings(divergence, top_k=k))(student, b)
              for k in (1, 4, 16, VOCAB - 1, VOCAB, VOCAB + 5, None)}
     totals = [float(found[k].total) for k in (1, 4, 16, VOCAB - 1)]
-    assert totals == sorted(totals)
+    assert totals == sorted(set(totals))
     assert totals[-1] == pytest.approx(float(found[None].total), rel=1e-9)
     assert_same_gradients(gradients(student, found[VOCAB - 1].total), gradients(student, found[None].total))
     assert float(found[VOCAB].total) == float(found[VOCAB + 5].total) == float(found[None].total)
