@@ -184,9 +184,9 @@ class Bench:
         steps, began, dtype = clock.warm + flags.gkd_steps, time.perf_counter(), "bfloat16" if self.on_gpu else "float32"
         args = {"output_dir": str(self.home / name), "per_device_train_batch_size": flags.pairs, "max_steps": steps,
                 "learning_rate": flags.lr, "warmup_steps": 0, "lr_scheduler_type": "cosine_with_min_lr",
-                "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "adam_beta1": 0.9, "adam_beta2": 0.95, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-                "disable_tqdm": True, "use_cpu": not self.on_gpu, "bf16": self.on_gpu, "beta": 0.5, "temperature": 1.0,
-                "gradient_checkpointing": False}
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "adam_beta1": 0.9, "adam_beta2": 0.95, "logging_steps": 1,
+                "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": not self.on_gpu, "bf16": self.on_gpu, "beta": 0.5,
+                "temperature": 1.0, "gradient_checkpointing": False}
         student = weights(self.model, dtype, self.home, flags.length)
         words = transformers.AutoTokenizer.from_pretrained(student, padding_side="left")
         words.pad_token = words.pad_token or words.eos_token
