@@ -1,8 +1,8 @@
 """What the witness costs a run: how long the loop stands still for a kept step, how long a replay takes beside it, and what share that is.
 
     python bench/witness.py                                       # a tiny model on the CPU
-    python bench/witness.py --model smollm2-135m --tokens 256     # as `assay export smollm2-135m --to hf` wrote it; on a CPU in minutes
-    python bench/witness.py --model FOLDER --device cuda --tokens 16384 --steps 40
+    python bench/witness.py --model FOLDER --tokens 256           # SmolLM2-135M as `assay export --to hf` wrote it; on a CPU in minutes
+    python bench/witness.py --model shape135 --device cuda --tokens 16384 --length 1024 --steps 40
 
 The recipe of `assay sft` on made rows, its first and its last step kept; its proofs are left out, so that nothing else runs beside the
 loop. Then the records are replayed as a proof would. The last table says what the default cadence (the first step of a sitting, the
@@ -33,6 +33,8 @@ from assay.verdict import Outcome, proven
 from assay.witness.replay import replay_step
 
 RUNS_OF = (1, 10, 60, 600)  # minutes
+SHAPE_135: dict[str, Any] = {"width": 576, "depth": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "hidden": 1536, "vocab": 49152,
+                             "max_length": 2048, "windows": (None,) * 30}
 CADENCE = 4  # the first, the last and --witness 2
 
 
@@ -54,7 +56,8 @@ class StoodStill:
 
 def trained(flags: argparse.Namespace, home: Path) -> tuple[float, list[float]]:
     """Seconds a step, and what each kept one cost the loop."""
-    model = Path(flags.model) if flags.model != "tiny" else save_model(home / "tiny", tiny_model()).folder
+    made = {"tiny": {}, "shape135": SHAPE_135}
+    model = save_model(home / "made", tiny_model(**made[flags.model])).folder if flags.model in made else Path(flags.model)
     rows = [{"prompt": f"What is {a} and {b}, and why?", "completion": f"It is {a + b}, since {b} comes on top of {a}."}
             for a in range(12) for b in range(12)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,14 +80,18 @@ def trained(flags: argparse.Namespace, home: Path) -> tuple[float, list[float]]:
     return between[len(between) // 2], kept
 
 
-def replayed(home: Path, device: str) -> list[float]:
-    found = []
+def replayed(home: Path, device: str) -> tuple[list[float], list[float]]:
+    """Seconds by the clock, and of the processor (on a GPU the clock again); transformers is imported before, as proofs need it too."""
+    import transformers  # noqa: F401
+
+    clock, processor = list[float](), list[float]()
     for record in pending_records(home / "run"):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         said = replay_step(record, device)
         assert said.outcome is Outcome.PROVEN, str(said)
-        found.append(time.perf_counter() - began)
-    return found
+        clock.append(time.perf_counter() - began)
+        processor.append(time.process_time() - worked if device == "cpu" else clock[-1])
+    return clock, processor
 
 
 def affordable(seconds: float, one: float) -> int:
@@ -95,7 +102,7 @@ def affordable(seconds: float, one: float) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, or a model folder that transformers opens")
+    parser.add_argument("--model", default="tiny", help="tiny, shape135 (SmolLM2-135M's), or a folder that transformers opens")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=512, help="of a step")
@@ -105,10 +112,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         a_step, still = trained(flags, Path(home))
         torch.set_num_threads(1)
-        taken = replayed(Path(home), flags.device)
+        clock, taken = replayed(Path(home), flags.device)
     one = max(taken)
     print(f"{flags.model}, {flags.tokens} tokens a step on {flags.device}: a step takes {a_step:.3f} s; a kept one lets the loop stand "
-          f"still for {max(still):.3f} s; a replay takes {', '.join(f'{each:.2f}' for each in taken)} s beside it (one thread)")
+          f"still for {max(still):.3f} s; a replay takes {', '.join(f'{each:.2f}' for each in taken)} s of one processor beside it "
+          f"({', '.join(f'{each:.2f}' for each in clock)} s by the clock, beside whatever else ran)")
     print(f"{'run of':>10} {'steps kept':>11} {'replays, s':>11} {'share':>7}")
     for minutes in RUNS_OF:
         steps = affordable(60.0 * minutes, one)

@@ -1,17 +1,24 @@
 """One torch thread: two threads on a contended two-core machine were 30 times slower and change the last bit.
 
+What takes seconds to train and is never written to is trained once for all processes of a session.
+
 After pytest's own last line another says in words which tests did not run, why, and what to install. Where files are shared out among
 processes the slowest come first, so that none is left to run alone at the end.
 """
 
+import functools
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
+from assay.testing import tiny_facts
 from tests import arithmetics
 from tests.skipped import skip_summary
+from tests.trained_once import trained_once
 
 arithmetics.switch_on()
 _OF_THE_PARENT: list[ProvingProcess] = []
@@ -41,6 +48,21 @@ def fresh_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROVING_PROCESSES, "_keepers", 0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def known_facts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The weights of the model of known facts, for whoever asks first."""
+    train = tiny_facts._weights.__wrapped__
+
+    @functools.cache
+    def weights() -> dict[str, torch.Tensor]:
+        with trained_once("facts", tmp_path_factory) as (folder, unmade):
+            if unmade:
+                torch.save(train(), folder / "weights.pt")
+            return torch.load(folder / "weights.pt")
+
+    tiny_facts._weights = weights
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """pytest-xdist would begin with the files of most tests, and end with those of one that takes a minute."""
     if hasattr(config.option, "loadscopereorder"):
@@ -49,6 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((place for place, name in enumerate(SLOWEST) if item.nodeid.startswith(name)), len(SLOWEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What stands in memory now stays there: modules, tests, libraries. Neither a search for garbage nor a fork need look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,8 +18,9 @@ from assay.recipes.starting_model import AdapterModel, StartingModel
 from assay.recipes.witness_records import local_copies, look_folder
 from assay.store import durable
 from assay.store.checkpoint import step_folder
-from assay.verdict import Verdict
+from assay.verdict import Verdict, unproven
 from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE
+from assay.witness.due_looks import LOOKS
 from assay.witness.replay import RECORD, SAID
 
 MOST_LOOK_WORK = {"cpu": 3e12, "cuda": 1e14}  # floating-point operations of all that is scored again
@@ -44,6 +45,8 @@ class LookRecords:
         """What the parent and what is handed over answered to every held-out prompt: kept, and looked at now."""
         if not self.keeps:
             return []
+        if why := next((why for found in answered.values() if (why := self._left_out(found)) is not None), None):
+            return [unproven(LOOKS, f"the gain was not looked at again: {why}", optional=True)]
         own = (model, self.base if model.name == "adapter" else None)
         folders = [self._keep(name, found, asked, sampling, *(self._of_the_parent() if name == "parent" else own), whole=True)
                    for name, found in answered.items()]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
 from assay.guard.proof import ProofRequest, examine_artifact
+from assay.guard.proof_subject import ProofSampling
 from assay.model.families import hf_layout, to_foreign
 from assay.model.lora import LoraLinear, fresh, plan
 from assay.model.patch import Patch
@@ -203,9 +204,10 @@ def forget_manifest(folder: Path) -> Path:
 
 
 def examine_folder(path: Path, **request: Any) -> list[Verdict]:
-    """What a proof says. A model that we refuse to understand (`assay prove` exits with 2) fits no architecture."""
+    """What a proof says, without `probing` of how it speaks unless that is asked for: an untrained model babbles. A model that we refuse
+    to understand (`assay prove` exits with 2) fits no architecture."""
     try:
-        return examine_artifact(ProofRequest(str(path), **request))
+        return examine_artifact(ProofRequest(str(path), **{"probing": ProofSampling(samples=0)} | request))
     except UsageError as error:
         return [refuted("architecture", str(error))]
 

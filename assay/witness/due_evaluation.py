@@ -307,15 +307,19 @@ def stated(logits: Tensor, temperature: float, top_k: int, top_p: float) -> tupl
 
 def due_text(kept: KeptEvaluation, ids: Sequence[int]) -> str:
     """Without special tokens, and before the first stop string; an id without a token stands as ⟨id⟩."""
-    vocabulary, parts, run = kept.renderer.vocabulary, list[str](), list[int]()
+    text = decoded(kept.renderer.vocabulary, ids)
+    return text[:min((at for stop in STOPS.get(kept.task, ()) if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def decoded(vocabulary: Any, ids: Sequence[int]) -> str:
+    parts, run = list[str](), list[int]()
     for id in ids:
         if vocabulary.id_to_token(id) is not None:
             run.append(id)
             continue
         parts += [vocabulary.decode(run, skip_special_tokens=True), f"⟨{id}⟩"]
         run = []
-    text = "".join([*parts, vocabulary.decode(run, skip_special_tokens=True)])
-    return text[:min((at for stop in STOPS.get(kept.task, ()) if (at := text.find(stop)) >= 0), default=len(text))]
+    return "".join([*parts, vocabulary.decode(run, skip_special_tokens=True)])
 
 # ---------------------------------------------------------------- likelihoods
 

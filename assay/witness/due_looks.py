@@ -8,35 +8,21 @@ row's pattern, or by the user's own function in a process of its own (docs/witne
 
 import json
 import math
-import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
-from assay.witness.due_answers import is_same, lenient_answer, row_gold, strict_answer
-from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE, due_text, judge_nats, plain_model, rescored
+from assay.witness.due_evaluation import LONGEST, SAMPLES_OF_ONE, Rescored, due_text, judge_nats, plain_model, rescored
+from assay.witness.due_rewards import SAME_SCORE, due_metric, due_scores, rows_to_grade
 from assay.witness.due_rollout import prompt_ids
-from assay.witness.due_rows import kept_contents
-from assay.witness.due_texts import NotWitnessed, Renderer, Row, file_rows, named_sources, read_fields
+from assay.witness.due_texts import NotWitnessed, Renderer, Row, read_fields
 from assay.witness.replay import RECORD, SAID
 
 LOOKS = "witness evaluations"
-SAME_SCORE, GRADER_SECONDS = 1e-6, 60.0
 COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_SPEC = re.compile(r"(?P<name>[^\[\]]+?)(?:\[(?P<options>.*)\])?(?::(?P<weight>[-+.\deE]+))?", re.DOTALL)
-_ASK_FUNCTION = """import json, runpy, sys
-from pathlib import Path
-file, name = sys.argv[1:]
-sys.path.insert(0, str(Path(file).parent))
-function = runpy.run_path(file)[name]
-print("\\n" + json.dumps([float(function(*given)) for given in json.load(sys.stdin)]))
-"""
 
 
 class HeldOutPrompt(NamedTuple):
@@ -74,24 +60,11 @@ class KeptLook:
         options, fields = self.run_options, read_fields(Path(self.facts["base"] or self.facts["model"]) / "config.json")
         room = (fields.get("max_position_embeddings") or fields["n_positions"]) - options["max_completion_length"]
         longest, found = min(room, options["max_prompt_length"] or room), dict[str, HeldOutPrompt]()
-        for row, values in held_out_rows(options):
+        for row, values in rows_to_grade(options, held_out=True):
             ids = prompt_ids(self.renderer, row)
             if len(ids) <= longest:
                 found[row.name] = HeldOutPrompt(ids, prompt_text(self.renderer, row), values)
         return found
-
-
-def held_out_rows(options: Mapping[str, Any]) -> list[tuple[Row, Mapping[str, Any]]]:
-    """With their values, for whoever grades."""
-    def read(file: str, limit: int | None) -> list[tuple[Row, Mapping[str, Any]]]:
-        return [(Row(Path(file).name, number, values, options["gsm8k"]), values)
-                for number, values in enumerate(islice(file_rows(Path(file)), limit), 1)]
-
-    if options["held_out_data"] is not None:
-        return read(options["held_out_data"], None)
-    rows = [each for file, _ in named_sources(options) for each in read(file, options.get("limit"))]
-    trained_on = kept_contents([row.content for row, _ in rows], options["held_out"], options["seed"])
-    return [(row, values) for row, values in rows if row.content not in trained_on]
 
 
 def prompt_text(renderer: Renderer, row: Row) -> str:
@@ -173,7 +146,7 @@ def wrong_held_out(kept: KeptLook) -> list[str]:
 
 def judge_looked_texts(kept: KeptLook) -> Verdict:
     look: Any = kept  # has what is asked of a kept evaluation
-    model, found = plain_model(look), []
+    model, found = plain_model(look), list[Rescored]()
     for item in kept.facts["items"]:
         for sample in item["samples"]:
             if sample["text"] != (due := due_text(look, sample["ids"])):
@@ -192,7 +165,7 @@ def wrong_scores(kept: KeptLook) -> list[str]:
         known = [sample["score"] for sample in item["samples"] if sample["score"] is not None]
         if not known or abs(sum(known) / len(known) - item["wanted"]) > SAME_SCORE:
             against.append(f"{item['id']} counts {item['wanted']}, its completions score {known}")
-    due = due_scores(kept)
+    due = due_look_scores(kept)
     every = [(item, sample) for item in kept.facts["items"] for sample in item["samples"]]
     for (item, sample), score in zip(every, due, strict=True):
         if sample["score"] is not None and abs(sample["score"] - score) > SAME_SCORE + 2 * noise:
@@ -200,39 +173,8 @@ def wrong_scores(kept: KeptLook) -> list[str]:
     return against
 
 
-def due_scores(kept: KeptLook) -> list[float]:
-    """What the metric gives every kept completion: --metric, or the heaviest rule of --reward."""
-    name, options = due_metric(kept.run_options)
-    given = [(kept.held_out[item["id"]].text, sample["text"], {**kept.held_out[item["id"]].values, "completion_tokens": len(sample["ids"])})
-             for item in kept.facts["items"] for sample in item["samples"]]
-    if ".py:" in name:
-        return ask_function(*name.rsplit(":", 1), given)
-    if name == "answer" and not set(options) - {"how"}:
-        read = lenient_answer if options.get("how") == "lenient" else strict_answer
-        if not all({"gold", "answer"} & set(row) for _, _, row in given):
-            raise NotWitnessed("rows without `gold` or `answer` are not graded here")
-        return [float(is_same(read(text), row_gold(row))) for _, text, row in given]
-    if name == "regex":
-        return [float(re.search(options.get("pattern") or row["pattern"], text) is not None) for _, text, row in given]
-    raise NotWitnessed(f"the rule of {name}{'' if not options else ' with its options'} is not written down twice")
-
-
-def due_metric(options: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    found = [_SPEC.fullmatch(spec.strip()) for spec in ([options["metric"]] if options["metric"] else options["reward"])]
-    rules = [(float(match["weight"] or 1), match) for match in found if match is not None and match["name"] != "judge"]
-    if not rules:
-        raise NotWitnessed("no rule says what is wanted")
-    chosen = max(rules, key=lambda rule: rule[0])[1]
-    return chosen["name"], dict(part.split("=", 1) for part in re.split(r",(?=\w+=)", chosen["options"] or "") if part)
-
-
-def ask_function(file: str, name: str, given: Sequence[Any]) -> list[float]:
-    """The user's own function, in a process of its own that imports nothing else."""
-    try:
-        said = subprocess.run([sys.executable, "-c", _ASK_FUNCTION, file, name], input=json.dumps(given, default=str), capture_output=True,
-                              text=True, timeout=GRADER_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise NotWitnessed(f"{file}:{name} took more than {GRADER_SECONDS:g} s") from None
-    if said.returncode:
-        raise NotWitnessed(f"{file}:{name} died: {(said.stderr.strip().splitlines() or ['no output'])[-1][:200]}")
-    return json.loads(said.stdout.strip().splitlines()[-1])
+def due_look_scores(kept: KeptLook) -> list[float]:
+    """What the metric gives every kept completion."""
+    return due_scores(due_metric(kept.run_options), [
+        (kept.held_out[item["id"]].text, sample["text"], {**kept.held_out[item["id"]].values, "completion_tokens": len(sample["ids"])})
+        for item in kept.facts["items"] for sample in item["samples"]])

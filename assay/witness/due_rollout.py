@@ -28,7 +28,7 @@ class PromptPlan:
     """The prompts that are trained on, in the order that the seed gives each epoch."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any], context: int):
-        renderer = Renderer(folder, options)
+        renderer = self.renderer = Renderer(folder, options)
         room = context - options["max_completion_length"]
         longest = min(room, options["max_prompt_length"] or room)
         found = [DuePrompt(row.name, prompt_ids(renderer, row)) for row in training_rows(options)]

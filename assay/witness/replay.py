@@ -23,7 +23,9 @@ from torch import Tensor
 from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.witness.due_base import asked_base_dtype, due_base
+from assay.witness.due_evaluation import decoded
 from assay.witness.due_gradient import Adapter, CostOfTokens, DueGradient, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
+from assay.witness.due_rewards import wrong_rewards
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
 from assay.witness.due_rows import DueText, MixedPlan, MixedWindows, PackedPlan, WindowPlan
 from assay.witness.due_texts import NotWitnessed, Renderer, named_sources, read_fields, texts_to_learn
@@ -291,7 +293,13 @@ def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:
         learned = Counter(name for row in kept.facts["ids"] for name in row)
         if learned != Counter(group["prompt"] for group in groups for said in group["completions"] for _ in said.get("sequences", [said])):
             return ["the step learned from other completions than those that were kept of its rollout"]
-        return [] if kept.options.get("environment") else wrong_prompts(kept.prompts, kept.step, groups)
+        if kept.options.get("environment"):
+            return []
+        if against := wrong_prompts(kept.prompts, kept.step, groups):
+            return against
+        vocabulary = kept.prompts.renderer.vocabulary
+        said = [[decoded(vocabulary, completion["ids"]) for completion in group["completions"]] for group in groups]
+        return wrong_rewards(groups, said, kept.options)
     read, due = [[str(name) for name in row] for row in kept.facts["ids"]], [list(dict.fromkeys(text.name for text in row)) for row in rows]
     wrong = [number for number, (one, other) in enumerate(zip(read, due, strict=False)) if one != other]
     if len(read) != len(due):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from assay.guard.proof_subject import DEFAULT_SAMPLING
 from assay.model.lora import fresh, plan
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
@@ -83,7 +84,8 @@ def a_trained_talker(folder: Path, plant: Plant) -> list[Verdict]:
     """A model that speaks is trained on and saved; struck while it is trained, or while it is saved."""
     parent = save_talking_model(folder / "parent", talking_model()).folder
     lineage, where = Lineage("moved", Ancestor(open_artifact(parent).digest, str(parent))), folder / "child"
-    return save_and_examine(where, lambda: save_talking_model(where, _own.train_further(talking_model()), lineage), plant)
+    return save_and_examine(where, lambda: save_talking_model(where, _own.train_further(talking_model()), lineage), plant,
+                            probing=DEFAULT_SAMPLING)
 
 
 def an_adapted_talker(folder: Path, plant: Plant) -> list[Verdict]:
@@ -94,7 +96,7 @@ def an_adapted_talker(folder: Path, plant: Plant) -> list[Verdict]:
     contents = adapter_contents(model, live_patch(model, base.digest), ground, spoken_tokenizer()[0], Lineage("moved", ground))
     where = forget_manifest(checkpoint.write_checkpoint(folder / "adapter", contents).folder)
     with plant(where):
-        return examine_folder(where, against=str(base.path))
+        return examine_folder(where, against=str(base.path), probing=DEFAULT_SAMPLING)
 
 # ---------------------------------------------------------------- faults
 

@@ -97,13 +97,16 @@ def _file_of(fault: Fault) -> str:
 
 
 def _in_a_run(fault: Fault, name: str) -> Alone:
-    with scratch_folder() as folder:
+    with scratch_folder() as folder, contextlib.ExitStack() as planted:
+        answer = UNASKED
         try:
-            with silenced(), fault.plant(folder):
-                RUNS[name](folder)
+            planted.enter_context(silenced())
+            planted.enter_context(fault.plant(folder))  # which fails where the files that it strikes are not this run's
+            answer = STOPPED
+            RUNS[name](folder)
         except Exception as error:  # a fault that was made for another run may do anything to this one
-            missing = isinstance(error, OSError | KeyError | StopIteration)  # what it strikes is not there
-            return Alone(fault, UNASKED if missing else STOPPED, name, f"{type(error).__name__}: {error}"[:_TOLD])
+            return Alone(fault, answer, name, f"{type(error).__name__}: {error}"[:_TOLD])
+        planted.close()
         return _what_it_says(fault, name, folder, lambda: clean_digest(name))
 
 

@@ -43,6 +43,7 @@ from assay.verdict import Outcome, overall, without_optional
 from tests.processes import ended
 
 NEW = Lineage()
+QUICK = ProofSampling(samples=0)  # where no test asks how it speaks
 
 
 def save(where, family="llama", seed=0, lineage=NEW, change=0.0):
@@ -133,9 +134,9 @@ def test_movement_beyond_what_the_optimizer_could_do_is_refuted(tmp_path):
     near = save(tmp_path / "near", lineage=Lineage("moved", ancestor, movement_bound=0.1), change=0.01)
     far = save(tmp_path / "far", lineage=Lineage("moved", ancestor, movement_bound=0.001), change=0.01)
     frozen = save(tmp_path / "frozen", lineage=Lineage("moved", ancestor, frozen=("norm.weight",)), change=0.01)
-    assert outcomes(examine_artifact(ProofRequest(str(near.folder))))["lineage"] is Outcome.PROVEN
-    assert "could have moved an element by 1.00e-03" in refuted(examine_artifact(ProofRequest(str(far.folder))))["lineage"]
-    assert "frozen have moved: norm.weight" in refuted(examine_artifact(ProofRequest(str(frozen.folder))))["lineage"]
+    assert outcomes(examine_artifact(ProofRequest(str(near.folder), probing=QUICK)))["lineage"] is Outcome.PROVEN
+    assert "could have moved an element by 1.00e-03" in refuted(examine_artifact(ProofRequest(str(far.folder), probing=QUICK)))["lineage"]
+    assert "frozen have moved: norm.weight" in refuted(examine_artifact(ProofRequest(str(frozen.folder), probing=QUICK)))["lineage"]
 
 
 def test_a_folder_of_transformers_is_proven_as_far_as_it_can_be(foreign, tmp_path):
@@ -165,13 +166,14 @@ def test_a_folder_of_transformers_is_refuted_where_it_is_wrong(foreign):
     {"targets": ["q_proj", "embed_tokens"]}, {"targets": ["lm_head"]}, {"trainable_token_indices": [5, 9]}], ids=str)
 def test_an_adapter_of_peft_is_proven_and_merges_to_what_peft_computes(foreign, tmp_path, options):
     folder = adapter(foreign, tmp_path / "adapter", **options)
-    verdicts = examine_artifact(ProofRequest(str(folder), against=str(foreign), base=str(foreign)))
+    verdicts = examine_artifact(ProofRequest(str(folder), against=str(foreign), base=str(foreign), probing=QUICK))
     assert not refuted(verdicts), verdicts
     assert outcomes(verdicts)["consumer"] is Outcome.PROVEN
     assert outcomes(verdicts)["lineage"] is Outcome.PROVEN
     source = open_artifact(folder, base=foreign)
     bound = export_artifact(source, "merged", tmp_path / "merged")
-    merged = examine_artifact(ProofRequest(str(tmp_path / "merged"), str(folder), expect="same", bound=bound, against_base=str(foreign)))
+    merged = examine_artifact(ProofRequest(str(tmp_path / "merged"), str(folder), expect="same", bound=bound, against_base=str(foreign),
+                                           probing=QUICK))
     assert overall(without_optional(merged)) is Outcome.PROVEN, merged
     tokens, _ = probe_inputs(320, 256)
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), folder).eval()
@@ -187,7 +189,7 @@ def test_our_adapter_goes_back_to_peft(foreign, tmp_path, options):
     source = open_artifact(adapter(foreign, tmp_path / "adapter", **options), base=foreign)
     export_artifact(source, "peft", tmp_path / "again")
     assert overall(without_optional(examine_artifact(ProofRequest(str(tmp_path / "again"), str(tmp_path / "adapter"), expect="same",
-                                                                  bound=2e-4,
+                                                                  bound=2e-4, probing=QUICK,
                                             against_base=str(foreign))))) is Outcome.PROVEN
     tokens, _ = probe_inputs(320, 256)
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(foreign), tmp_path / "again").eval()

@@ -104,7 +104,7 @@ def test_what_is_proven_is_never_kept(base: Path):
 
 
 def test_a_kept_process_that_dies_is_replaced_by_a_fresh_one(base: Path, kept: ProvingProcess):
-    request, kept.asked = ProofRequest(str(base), probing=QUICK), 1  # it has proven something before
+    request, kept.asked = ProofRequest(str(base), probing=QUICK, checks=("hashes", "loaded", "values")), 1  # it has proven before
     assert kept.process is not None
     pid = kept.process.pid
     os.kill(pid, signal.SIGSTOP)

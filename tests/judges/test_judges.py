@@ -113,12 +113,3 @@ def test_evalplus_files_that_the_user_has_are_asked(tmp_path, capsys):
     broken = PLUS[0] | {"canonical_solution": "    return len(xs) / 0\n"}
     evalplus_solutions.try_problem(score := Score(""), broken)
     assert (score.right, score.refused) == (0, 1), "a solution that answers nothing is no success"
-
-
-def test_the_readme_shows_the_mirrors_own_table():
-    root = Path(__file__).parents[2]
-    page, readme = ((root / name).read_text() for name in ("docs/mirror.md", "README.md"))
-    table = [line for line in page.split("\n\n")[3].splitlines() if line.startswith("|")]
-    assert len(table) > 5
-    assert "\n".join(table) in readme
-    assert "by hand" not in page

@@ -224,8 +224,7 @@ def gradients(model, tokens):
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("family", "recompute"), [
-    ("llama", False), ("llama", True), ("qwen3", False), ("mixed", False), ("mixed", True)])
+@pytest.mark.parametrize(("family", "recompute"), [("llama", True), ("qwen3", False), ("mixed", False)])
 def test_a_model_trains_with_the_same_gradients(family, recompute, request):
     model = initialised(tiny_config(family), 0)
     tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from assay.data.order import Order
 from assay.errors import DataError, GuardStop, UsageError
 from assay.guard.corpus_checks import check_document_copies
 from assay.guard.training_guards import UpdateAccount
-from assay.learn import lr_schedule
+from assay.learn import loss_scaling, lr_schedule
 from assay.model.transformer import Transformer, initialised
 from assay.recipes import pretrain, run, trainer
 from assay.recipes.options import Pretrain
@@ -26,7 +26,7 @@ from assay.testing.tiny_training import NoProver, make_corpus, tiny_corpus, tiny
 from assay.verdict import Outcome
 from assay.zoo.run_faults import hand_nothing_over
 from tests.recipes import sittings
-from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, options, rows, saved_steps, sit
+from tests.recipes.sittings import EVERY, LENGTH, ROWS, STEPS, events, left_by, options, rows, saved_steps, sit
 from tests.refusals import stopped_by
 
 
@@ -164,6 +164,23 @@ def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path
     config = options(tmp_path / "run", tokens=9 * ROWS * LENGTH, save_steps=8)
     assert sit(config).interrupted is None
     assert len(judged) == 2  # at the beginning and after step 1; the steps that can hardly be seen are judged with those before them
+
+
+def test_in_fp16_it_follows_fp32_and_its_loss_scale_is_resumed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From a scale that overflows, and grows after two clean steps: whoever goes on with another scale computes other bits."""
+    for name, value in (("FIRST_SCALE", 2.0**24), ("LARGEST_SCALE", 2.0**24), ("CLEAN_STEPS", 2)):
+        monkeypatch.setattr(loss_scaling, name, value)
+    steps = 8
+    whole, parted, wide = (options(tmp_path / name, tokens=steps * ROWS * LENGTH, dtype=dtype)
+                           for name, dtype in (("whole", "fp16"), ("parted", "fp16"), ("wide", "fp32")))
+    sit(whole)
+    assert sit(parted, after={5: lambda trainer: setattr(trainer.run, "interrupted", 15)}).interrupted == 15
+    sit(parted)
+    assert left_by(whole, steps) == left_by(parted, steps)
+    sit(wide)
+    half, due = ([row for row in rows(Path(config.out) / "metrics.jsonl") if "loss" in row] for config in (whole, wide))
+    assert [row["loss"] for row in half] == pytest.approx([row["loss"] for row in due], rel=5e-3)
+    assert half[-1]["recomputed_batches"] > half[0]["recomputed_batches"] > 0
 
 
 # ---------------------------------------------------------------- what is written

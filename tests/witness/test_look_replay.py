@@ -18,7 +18,7 @@ from tests.recipes.sums import options, taught
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught(tmp_path_factory.mktemp("taught"), steps=120)
+    return taught(tmp_path_factory.mktemp("taught"), steps=10)
 
 
 def kept_run(parent: Path, out: Path, **changed: Any) -> list[Verdict]:

@@ -1,6 +1,7 @@
 """Learning steps of GRPO, replayed from the kept rollout: clean ones are proven, and what is made of the rewards is worked out again."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from assay.data.batch import Batch
 from assay.learn import loop
 from assay.learn.advantage import group_advantages
-from assay.recipes import grpo, hand_over, rollouts, rollouts_ahead, run
+from assay.recipes import grpo, hand_over, rewards, rollouts, rollouts_ahead, run
 from assay.recipes.prompts import Prompt, PromptOrder
 from assay.recipes.witness_records import pending_records
 from assay.serving.engine_thread import EngineThread, ServerSize
@@ -91,6 +92,19 @@ def test_completions_that_are_not_learned_from_are_seen(parent: Path, tmp_path: 
     monkeypatch.setattr(loop, "accumulated", of_the_first)
     said = replayed(parent, tmp_path / "run", max_steps=3)
     assert any("are not those of these texts" in verdict.reason for verdict in said), "\n".join(map(str, said))
+
+
+def test_rewards_that_the_rules_do_not_give_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of every group the first two have each other's: the group's own figures are what they were."""
+    usual = rewards.score_by_rules
+
+    def exchanged(*given: Any) -> list[rewards.Group]:
+        return [replace(group, scored=[*reversed(group.scored)]) for group in usual(*given)]
+
+    monkeypatch.setattr(rollouts, "score_by_rules", exchanged)
+    monkeypatch.setattr(rollouts.RolloutCollector, "check", lambda *_: [])
+    said = replayed(parent, tmp_path / "run")
+    assert any("completions have another reward than their rules give" in verdict.reason for verdict in said), "\n".join(map(str, said))
 
 
 def test_prompts_in_another_order_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
