@@ -55,7 +55,7 @@ from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
 from assay.testing.tiny_models import initialised, save_model, tiny_model
 
-LR, BETA = 2e-5, 0.1
+LR, BETA = 5e-6, 0.1
 SYLLABLES = ("ba", "do", "ki", "lu", "me", "no", "pa", "ri", "so", "tu")
 
 
@@ -103,7 +103,7 @@ class Bench:
         packing = options.get("packing", True)
         steps, tokens = clock.warm + flags.steps, flags.length * (4 * self.rows_packed if packing else 2 * flags.pairs)
         config = Dpo(model=str(self.fp32), data=(str(self.data),), held_out_data=str(self.held_out), out=str(self.home / name),
-                     max_length=flags.length, batch_tokens=tokens, micro_batch_tokens=tokens, learning_rate=LR, beta=BETA,
+                     max_length=flags.length, batch_tokens=tokens, micro_batch_tokens=tokens, learning_rate=flags.lr, beta=BETA,
                      warmup_steps=0, max_steps=steps, num_train_epochs=steps, save_steps=0, insist=True, eval_examples=8,
                      device=flags.device, **options)
         began = time.perf_counter()
@@ -127,7 +127,7 @@ class Bench:
         flags, clock = self.flags, self.clock(3, self.flags.peer_steps if steps is None else steps - 3)
         steps, began = clock.warm + flags.peer_steps if steps is None else steps, time.perf_counter()
         args = trl.DPOConfig(str(self.home / name), per_device_train_batch_size=flags.pairs, max_length=flags.length, max_steps=steps,
-                             learning_rate=LR, warmup_steps=0, lr_scheduler_type="cosine_with_min_lr", beta=BETA,
+                             learning_rate=flags.lr, warmup_steps=0, lr_scheduler_type="cosine_with_min_lr", beta=BETA,
                              lr_scheduler_kwargs={"min_lr_rate": 0.1}, adam_beta1=0.9, adam_beta2=0.95, logging_steps=1,
                              save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not self.on_gpu, bf16=self.on_gpu, **options)
         folder = weights(self.model, dtype, self.home, flags.length)
@@ -151,9 +151,10 @@ class Bench:
         """Of the same shape, with other weights, and the student's tokenizer."""
         where = self.home / f"teacher-{dtype}"
         if not where.exists():
-            source = self.home / f"teacher-as-made-{dtype}"
-            shape = tiny_model("llama", 1, max_length=2 * self.flags.length) if self.flags.shape == TINY else initialised(SMOLLM2, 1)
-            save_model(source, shape)
+            source = self.home / "teacher"
+            if not source.exists():
+                shape = tiny_model("llama", 1, max_length=2 * self.flags.length) if self.flags.shape == TINY else initialised(SMOLLM2, 1)
+                save_model(source, shape)
             export_artifact(open_artifact(str(source)), "hf", where, dtype)
         return where
 
@@ -162,7 +163,7 @@ class Bench:
         steps, chats, length = clock.warm + flags.peer_steps, write_rows(self.home / "chats.jsonl", self.chats), self.flags.length
         config = Distill(model=str(self.fp32), teacher=str(self.teacher("float32")), data=(str(chats),), held_out=0.02,
                          out=str(self.home / name), max_length=length, packing=False, batch_tokens=flags.pairs * length,
-                         micro_batch_tokens=flags.pairs * length, learning_rate=LR, warmup_steps=0, max_steps=steps,
+                         micro_batch_tokens=flags.pairs * length, learning_rate=flags.lr, warmup_steps=0, max_steps=steps,
                          num_train_epochs=steps, save_steps=0, insist=True, eval_examples=2, device=flags.device, on_policy=1.0,
                          divergence="jsd", beta=0.5, max_new_tokens=flags.new_tokens)
         began, usual = time.perf_counter(), (distill.preflight_distill, distill.preflight_own_words)
@@ -181,10 +182,11 @@ class Bench:
         quiet()
         flags, clock = self.flags, self.clock(1, self.flags.gkd_steps)
         steps, began, dtype = clock.warm + flags.gkd_steps, time.perf_counter(), "bfloat16" if self.on_gpu else "float32"
-        args = {"output_dir": str(self.home / name), "per_device_train_batch_size": flags.pairs, "max_steps": steps, "learning_rate": LR,
-                "warmup_steps": 0, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-                "adam_beta1": 0.9, "adam_beta2": 0.95, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-                "use_cpu": not self.on_gpu, "bf16": self.on_gpu, "beta": 0.5, "temperature": 1.0, "gradient_checkpointing": False}
+        args = {"output_dir": str(self.home / name), "per_device_train_batch_size": flags.pairs, "max_steps": steps,
+                "learning_rate": flags.lr, "warmup_steps": 0, "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "adam_beta1": 0.9, "adam_beta2": 0.95, "logging_steps": 1,
+                "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": not self.on_gpu, "bf16": self.on_gpu, "beta": 0.5,
+                "temperature": 1.0, "gradient_checkpointing": False}
         student = weights(self.model, dtype, self.home, flags.length)
         words = transformers.AutoTokenizer.from_pretrained(student, padding_side="left")
         words.pad_token = words.pad_token or words.eos_token
@@ -267,6 +269,7 @@ def main() -> None:
     parser.add_argument("--peer-steps", type=int, default=8, help="measured, of TRL's DPOTrainer and of our on-policy distillation")
     parser.add_argument("--gkd-steps", type=int, default=3, help="measured, of TRL's on-policy distillation")
     parser.add_argument("--new-tokens", type=int, default=128, help="that the student writes to a prompt, on-policy")
+    parser.add_argument("--lr", type=float, default=LR, help="peak learning rate of all rows")
     parser.add_argument("--limit", type=float, default=3600, help="seconds after which no further row is begun")
     parser.add_argument("--only", help="rows whose name has this in it")
     parser.add_argument("--verbose", action="store_true", help="what the recipe says, too")

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.data.overlap import Hashes, hash_spans, word_spans
+from assay.data.overlap import Hashes, hash_spans, mix_bits, word_places
 
 RUN_WORDS = 5
 BINS, BANDS = 128, 16
 BLOCK_BYTES = 1 << 20  # of rows that a worker is given at a time
 _BIN_SHIFT, _LOW = np.uint64(64 - 7), np.uint64((1 << 40) - 1)
 _EMPTY = np.uint64((1 << 64) - 1)
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # of the first so many bytes of eight
 
 
 class Prints(NamedTuple):
@@ -91,31 +93,56 @@ def _root(group: NDArray[np.int64], document: int) -> int:
 # ---------------------------------------------------------------- signatures
 
 
-def document_prints(texts: Sequence[bytes]) -> Prints:
-    """Of a block of documents, all of them at once."""
-    signature = _filled(_least_hashes(texts))
-    signed = signature[:, 0] != _EMPTY
-    bands = hash_spans(signature.reshape(-1), np.arange(len(texts) * BANDS) * (BINS // BANDS), np.arange(1, len(texts) * BANDS + 1)
-                       * (BINS // BANDS)).reshape(len(texts), BANDS)
+def document_prints(texts: Sequence[bytes], *, signed: bool = True) -> Prints:
+    """Of a block of documents, all of them at once; where they are not to be signed, only what tells copies."""
     exact = np.array([int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts], np.uint64)
-    return Prints(exact, signature.astype(np.uint16), bands, signed)
+    if not signed:
+        return Prints(exact, np.zeros((len(texts), 0), np.uint16), np.zeros((len(texts), 0), np.uint64), np.zeros(len(texts), np.bool_))
+    signature, each = _filled(_least_hashes(texts)), BINS // BANDS
+    begins = np.arange(len(texts) * BANDS) * each
+    bands = hash_spans(signature.reshape(-1), begins, begins + each).reshape(len(texts), BANDS)
+    return Prints(exact, signature.astype(np.uint16), bands, signature[:, 0] != _EMPTY)
 
 
 def _least_hashes(texts: Sequence[bytes]) -> Hashes:
     """(documents, BINS): the least hash of a run of words in each bin; _EMPTY where none fell into it."""
     found = np.full(len(texts) * BINS, _EMPTY, np.uint64)
-    words, starts = word_spans(b" ".join(texts))
+    words, starts = _words(b" ".join(texts))
     if len(words) >= RUN_WORDS:
-        ends = np.cumsum([len(text) + 1 for text in texts])
-        document = np.searchsorted(ends, starts, side="right")
-        runs = np.flatnonzero(document[: len(words) - RUN_WORDS + 1] == document[RUN_WORDS - 1 :])
-        hashes = hash_spans(words, runs, runs + RUN_WORDS)
-        place = document[runs].astype(np.uint64) * np.uint64(BINS) + (hashes >> _BIN_SHIFT)
+        counts = np.diff(np.searchsorted(starts, np.cumsum([0, *(len(text) + 1 for text in texts)])))
+        document = np.repeat(np.arange(len(texts)), counts)
+        one = np.flatnonzero(document[: len(words) - RUN_WORDS + 1] == document[RUN_WORDS - 1 :])  # runs within one document
+        hashes = _run_hashes(words)[one]
+        place = document[one].astype(np.uint64) * np.uint64(BINS) + (hashes >> _BIN_SHIFT)
         joined = np.sort((place << np.uint64(40)) | (hashes & _LOW))  # by place, then by hash
         places = (joined >> np.uint64(40)).astype(np.int64)
         least = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]])) if len(places) else np.zeros(0, np.int64)
         found[places[least]] = joined[least] & _LOW
     return found.reshape(len(texts), BINS)
+
+
+def _words(text: bytes) -> tuple[Hashes, NDArray[np.int64]]:
+    """A hash of each word, from its bytes by eights, and where it begins: work for each word, where `word_spans` has it for each byte."""
+    codes, starts, stops = word_places(text + b" " * 8)
+    eights = np.ndarray((max(0, len(codes) - 7),), np.uint64, codes, strides=(1,))
+    left = stops - starts
+    hashes = mix_bits((eights[starts] & _MASKS[np.minimum(left, 8)]) + left.astype(np.uint64) * _ODD)
+    longer, at = np.flatnonzero(left > 8), 8
+    while len(longer):
+        more = eights[starts[longer] + at] & _MASKS[np.minimum(left[longer] - at, 8)]
+        hashes[longer] = mix_bits(hashes[longer] * _ODD + more)
+        at += 8
+        longer = longer[left[longer] > at]
+    return hashes, starts
+
+
+def _run_hashes(words: Hashes) -> Hashes:
+    """One hash for every run of five words."""
+    count = len(words) - RUN_WORDS + 1
+    runs = words[:count] * _ODD
+    for place in range(1, RUN_WORDS - 1):
+        runs = (runs + words[place : place + count]) * _ODD
+    return mix_bits(runs + words[RUN_WORDS - 1 :])
 
 
 def _filled(least: Hashes) -> Hashes:
@@ -142,8 +169,8 @@ def said_in_row(values: Any, field: str | None) -> str:
     return "\n".join(text for each in inside if (text := said_in_row(each, None)))
 
 
-def lines_prints(lines: Sequence[bytes], field: str | None) -> Prints:
-    return document_prints([said_in_row(json.loads(line), field).encode(errors="surrogatepass") for line in lines])
+def lines_prints(lines: Sequence[bytes], field: str | None, signed: bool) -> Prints:
+    return document_prints([said_in_row(json.loads(line), field).encode(errors="surrogatepass") for line in lines], signed=signed)
 
 
 def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[list[bytes]]:
@@ -158,15 +185,15 @@ def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[lis
         yield block
 
 
-def prints_of_lines(lines: Iterable[bytes], *, field: str | None = None, workers: int = 1) -> Prints:
-    """Of rows of JSON, in their order, computed by `workers` processes."""
+def prints_of_lines(lines: Iterable[bytes], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Prints:
+    """Of rows of JSON, in their order, computed by `workers` processes; `signed` where near copies are looked for."""
     blocks = line_blocks(lines)
     if workers < 2:
-        return joined_prints([lines_prints(block, field) for block in blocks])
+        return joined_prints([lines_prints(block, field, signed) for block in blocks])
     found, waiting = list[Prints](), deque[Future[Prints]]()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         for block in blocks:
-            waiting.append(pool.submit(lines_prints, block, field))
+            waiting.append(pool.submit(lines_prints, block, field, signed))
             if len(waiting) > 3 * workers:
                 found.append(waiting.popleft().result())
         found += [each.result() for each in waiting]

@@ -147,13 +147,18 @@ def word_hashes(raw: bytes) -> Hashes:
 
 def word_spans(raw: bytes) -> tuple[Hashes, NDArray[np.int64]]:
     """One hash a word, and where each begins."""
+    codes, starts, stops = word_places(raw)
+    return hash_spans(codes, starts, stops), starts
+
+
+def word_places(raw: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    """The text as it is compared, and where each of its words begins and ends."""
     codes = np.frombuffer(raw.translate(_LETTERS), np.uint8)
     inside, ideograph = codes != 32, codes >= _IDEOGRAPH
     begins, ends = inside.copy(), inside.copy()
     begins[1:] &= ~inside[:-1] | ideograph[1:]
     ends[:-1] &= ~inside[1:] | ideograph[1:]
-    starts = np.flatnonzero(begins)
-    return hash_spans(codes, starts, np.flatnonzero(ends) + 1), starts
+    return codes, np.flatnonzero(begins), np.flatnonzero(ends) + 1
 
 
 def ngram_hashes(hashes: Hashes) -> Hashes:
@@ -167,7 +172,7 @@ def hash_spans(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[n
     powers, inverses = _powers(len(values).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values * powers[: len(values)], out=sums[1:])
-    return _mixed((sums[stops] - sums[starts]) * inverses[starts])
+    return mix_bits((sums[stops] - sums[starts]) * inverses[starts])
 
 
 @cache
@@ -176,7 +181,7 @@ def _powers(bits: int) -> tuple[Hashes, ...]:
     return tuple(np.cumprod(np.full(1 << bits, base, np.uint64), dtype=np.uint64) for base in (_MULTIPLIER, inverse))
 
 
-def _mixed(hashes: Hashes) -> Hashes:
+def mix_bits(hashes: Hashes) -> Hashes:
     """Every bit of the input moves every bit of the output, so that a limit on the value is a fair sample."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

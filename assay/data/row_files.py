@@ -137,7 +137,8 @@ def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[st
 
 def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, field: str | None, workers: int) -> dict[str, Any]:
     """The rows of all files without those that repeat an earlier one: its bytes or, with a threshold, nearly its words."""
-    found = find_duplicates(prints_of_lines(chain.from_iterable(map(row_lines, names)), field=field, workers=workers), threshold)
+    rows = chain.from_iterable(map(row_lines, names))
+    found = find_duplicates(prints_of_lines(rows, field=field, workers=workers, signed=threshold is not None), threshold)
     kept = found.kept
     digest = write_lines(out, (line for line, keep in zip(chain.from_iterable(map(row_lines, names)), kept, strict=True) if keep))
     repeated = np.flatnonzero(~kept)

@@ -297,6 +297,8 @@ def naive_distillation(teacher: Transformer, blend: DistillationSettings) -> Nai
         with torch.no_grad():
             theirs = batch_logits(teacher, batch)[:, :-1]
         q, p = (each[..., : blend.vocab].div(blend.temperature).log_softmax(-1) for each in (ours, theirs))
+        if blend.top_k is not None and blend.top_k < q.shape[-1]:
+            q, p = _top_and_rest(q, p, (q if blend.divergence == "reverse" else p).detach(), blend.top_k)
         kl = lambda one, two: (one.exp() * (one - two)).sum(-1)  # noqa: E731
         if blend.divergence == "jsd":
             m = torch.logaddexp(p + math.log(blend.beta), q + math.log1p(-blend.beta))
@@ -306,6 +308,14 @@ def naive_distillation(teacher: Transformer, blend: DistillationSettings) -> Nai
         return _blended(kd, ours, batch, blend)
 
     return naive
+
+
+def _top_and_rest(q: Tensor, p: Tensor, weighs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Both as log-probabilities of the tokens that are `weighs`' likeliest, and of all the others together."""
+    ids = weighs.topk(k, -1).indices
+    inside = torch.zeros_like(q, dtype=torch.bool).scatter(-1, ids, True)
+    one, other = (torch.cat([each.gather(-1, ids), each.masked_fill(inside, -math.inf).logsumexp(-1, keepdim=True)], -1) for each in (q, p))
+    return one, other
 
 
 def naive_stored(blend: DistillationSettings) -> NaiveLoss:

@@ -57,6 +57,7 @@ class DistillationSettings:
     ce_weight: float = 0.0
     beta: float = 0.5  # the teacher's share in the mixture of "jsd"
     vocab: int | None = None
+    top_k: int | None = None  # online: so many of the likeliest tokens, all others being one more outcome; None: every token
 
     def __post_init__(self) -> None:
         if self.divergence not in ("forward", "reverse", "jsd"):
@@ -66,6 +67,8 @@ class DistillationSettings:
         if not (self.kd_weight > 0 and self.ce_weight >= 0 and math.isfinite(self.kd_weight + self.ce_weight)):
             raise UsageError(f"kd_weight is {self.kd_weight} and ce_weight {self.ce_weight}; expected kd_weight above 0 (without a "
                              "teacher, train with next_token) and ce_weight not below 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top_k is {self.top_k}; expected at least 1 token, or None for all of them")
         if not 0 < self.beta < 1:
             raise UsageError(f"beta is {self.beta}; expected a share between 0 and 1 (the ends are the two KL divergences: ask for "
                              "forward or reverse)")
@@ -78,10 +81,12 @@ def distillation(teacher: Transformer, blend: DistillationSettings | None = None
     """Online: the teacher reads every batch beside the student, in the same layout, and never gets a gradient."""
     blend = blend or DistillationSettings()
     known: dict[str, DivergenceFunction] = {"forward": forward_kl, "reverse": reverse_kl, "jsd": partial(jensen_shannon, beta=blend.beta)}
-    divergence = known[blend.divergence]
 
     def objective(student: Transformer, batch: Batch) -> Loss:
         vocab = shared_vocab(student, teacher, blend.vocab)
+        coarse = blend.top_k is not None and blend.top_k < vocab
+        divergence = partial(among_top_k, known[blend.divergence], blend.top_k, blend.divergence == "reverse") if coarse else \
+            known[blend.divergence]
         with torch.no_grad():
             states_NE = flat_states(teacher, batch)
             head_VE = teacher.head_weight().to(states_NE.dtype)
@@ -92,7 +97,7 @@ def distillation(teacher: Transformer, blend: DistillationSettings | None = None
         def answers(part: slice, log_student_CV: Tensor) -> TermAndSlope:
             return divergence(log_student_CV, (theirs(part)[:, :vocab] / blend.temperature).log_softmax(-1))
 
-        if batch.tokens.is_cuda:
+        if batch.tokens.is_cuda and not coarse:
             return _distilled(student, batch, blend, fused_chunk_terms(student, batch, blend, vocab, theirs), BYTES_FUSED)
         return _distilled(student, batch, blend, plain_chunk_terms(student, batch, blend, vocab, answers), BYTES_PER_LOGIT)
 
@@ -106,6 +111,9 @@ def stored_distillation(blend: DistillationSettings | None = None) -> Objective:
     stored at the blend's temperature: the tail of another one cannot be known.
     """
     blend = blend or DistillationSettings()
+    if blend.top_k is not None:
+        raise UsageError(f"stored distillation was asked for the {blend.top_k} likeliest tokens; it has those that were stored. Leave "
+                         "top_k out")
     if blend.divergence != "forward":
         raise UsageError(f"stored distillation was asked for the divergence {blend.divergence!r}; a teacher that left only its likeliest "
                          "tokens allows forward alone. Run the teacher online for the others")
@@ -180,6 +188,23 @@ def jensen_shannon(log_student: Tensor, log_teacher: Tensor, *, beta: float) -> 
     of_teacher = -(log_teacher.exp() * r.add_(over_student)).sum(-1)
     slopes = student.mul_(over_student.add_(of_student[..., None])).mul_(beta - 1)
     return beta * of_teacher + (1 - beta) * of_student, slopes
+
+
+def among_top_k(divergence: DivergenceFunction, k: int, by_student: bool, log_student_CV: Tensor, log_teacher_CV: Tensor) -> TermAndSlope:
+    """The divergence over K + 1 outcomes: the tokens that are likeliest to one of both, and any other.
+
+    The one is who weighs: the student in KL(student ‖ teacher), else the teacher. It is never more than the divergence over all tokens,
+    0 where both agree, and with K = V − 1 the same. The likelihood of "any other" is the sum of what it stands for, whose gradient it
+    shares out by their shares in it.
+    """
+    ids_CK = (log_student_CV if by_student else log_teacher_CV).topk(k).indices
+    others_CV = log_student_CV.scatter(1, ids_CK, -math.inf)
+    rest_C1 = others_CV.logsumexp(-1, keepdim=True)
+    rest_of_teacher_C1 = log_teacher_CV.scatter(1, ids_CK, -math.inf).logsumexp(-1, keepdim=True)
+    coarse_student, coarse_teacher = (torch.cat([log_CV.gather(1, ids_CK), log_rest_C1], 1) for log_CV, log_rest_C1 in
+                                      ((log_student_CV, rest_C1), (log_teacher_CV, rest_of_teacher_C1)))
+    term_C, slopes_CO = divergence(coarse_student, coarse_teacher)
+    return term_C, ((others_CV - rest_C1).exp_() * slopes_CO[:, -1:]).scatter(1, ids_CK, slopes_CO[:, :-1])
 
 
 def top_k_kl(log_student_CV: Tensor, ids_CK: Tensor, logprobs_CK: Tensor) -> TermAndSlope:

@@ -180,6 +180,9 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError("--on-policy with " + (f"--how {config.how}: what the student says is not known before, so that its teacher must "
                          "read along; give --how online" if config.how != "online" else "--ce-weight: the student would be taught its own "
                          "words; leave it out"))
+    if config.divergence_top_k is not None and config.how != "online":
+        raise UsageError(f"--divergence-top-k with --how {config.how}: it is of a teacher that reads along; " + (
+            "how many tokens are stored is --teacher-top-k" if config.how == "stored" else "leave it out"))
     if config.ce_weight and config.how == "text":
         raise UsageError("--how text learns the teacher's text by its cross-entropy alone: leave --ce-weight out")
 
@@ -254,7 +257,8 @@ class Lessons:
 
 def scored_as(teacher: Teacher, how: str) -> str:
     blend = teacher.blend
-    return (f"{how} {blend.divergence} divergence from {teacher.digest[:12]}, temperature {blend.temperature:g}, "
+    among = "" if blend.top_k is None else f" among {blend.top_k} tokens and the rest"
+    return (f"{how} {blend.divergence} divergence{among} from {teacher.digest[:12]}, temperature {blend.temperature:g}, "
             f"kd_weight {blend.kd_weight:g}, ce_weight {blend.ce_weight:g}")
 
 

@@ -298,6 +298,9 @@ class Distill(Tuning):
     beta: float = option("with --divergence jsd: the teacher's share in the mixture", group="method", least=0, most=1, default=0.5)
     on_policy: float = option("share of the steps in which the student answers the prompts itself and its teacher scores what it said "
                               "(GKD's lambda); the others read the data's answers", group="method", least=0, most=1, default=0.0)
+    divergence_top_k: int | None = option("compare so many of the likeliest tokens, the student's with --divergence reverse, else the "
+                                          "teacher's, all others together being one more", group="method", least=1, default=None,
+                                          default_text="every token")
     teacher_logits: str | None = option("with --how stored: their folder, made on first use", group="method", metavar="FOLDER",
                                         default=None, default_text="RUN/teacher-logits")
     teacher_top_k: int = option("with --how stored: the likeliest tokens that are stored at each position", group="method", least=1,

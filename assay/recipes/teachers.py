@@ -115,7 +115,8 @@ def load_online(config: Distill, student: Student, device: str) -> OnlineTeacher
 
 
 def blend_of(config: Distill) -> DistillationSettings:
-    return DistillationSettings(config.divergence, config.temperature, config.kd_weight, config.ce_weight, config.beta)
+    return DistillationSettings(config.divergence, config.temperature, config.kd_weight, config.ce_weight, config.beta,
+                                top_k=config.divergence_top_k)
 
 
 def open_teacher_model(config: Distill) -> Artifact:

@@ -120,6 +120,9 @@ def blended(teacher: TwinModel, theirs: Mapping[str, Tensor], options: Mapping[s
         with torch.no_grad():
             taught = (teacher.logits(theirs, tokens)[:, :-1, :vocab] / hot).log_softmax(-1)
         learned = (logits[:, :-1, :vocab] / hot).log_softmax(-1)
+        if (few := options.get("divergence_top_k")) is not None and few < learned.shape[-1]:
+            likeliest = (learned.detach() if options["divergence"] == "reverse" else taught).topk(few, -1).indices
+            taught, learned = (few_and_others(each, likeliest) for each in (taught, learned))
         mixed = torch.logaddexp(taught + math.log(share), learned + math.log1p(-share)) if options["divergence"] == "jsd" else learned
         if options["divergence"] == "jsd":
             apart = share * kl(taught, mixed) + (1 - share) * kl(learned, mixed)
@@ -127,6 +130,13 @@ def blended(teacher: TwinModel, theirs: Mapping[str, Tensor], options: Mapping[s
             apart = kl(taught, learned) if options["divergence"] == "forward" else kl(learned, taught)
         return options["kd_weight"] * hot**2 * apart + options["ce_weight"] * cross_entropy(logits, tokens, texts)
     return costs
+
+
+def few_and_others(logprobs: Tensor, likeliest: Tensor) -> Tensor:
+    """Log-probabilities of these tokens, and of any other."""
+    kept = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, likeliest, True)
+    others = torch.where(kept, -math.inf, logprobs).logsumexp(-1, keepdim=True)
+    return torch.cat([logprobs.gather(-1, likeliest), others], -1)
 
 
 def kl(one: Tensor, other: Tensor) -> Tensor:

@@ -55,3 +55,27 @@ def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeyp
         assert np.array_equal(one, other)
     assert said_in_row({"a": "x", "b": [{"c": "y"}, 3]}, None) == "x\ny"
     assert said_in_row({"a": "x", "b": "y"}, "b") == "y"
+
+
+def test_words_of_any_length_are_told_apart():
+    """Words are hashed by eight bytes: a change anywhere in a long one, or another length, is another word."""
+    base = [f"{letter * 27}" for letter in "abcde"]
+    texts = [" ".join(base)]
+    for place in (0, 7, 8, 15, 16, 23, 26):
+        texts.append(" ".join([base[0][:place] + "z" + base[0][place + 1 :], *base[1:]]))
+    texts += [" ".join([base[0][:size], *base[1:]]) for size in (1, 7, 8, 9, 16, 24, 26)]
+    signatures = document_prints([text.encode() for text in texts]).signature
+    assert len({row.tobytes() for row in signatures}) == len(texts)
+    assert np.array_equal(document_prints([texts[0].upper().encode()]).signature[0], signatures[0])
+
+
+def test_exact_copies_are_found_without_signatures(documents: list[str], monkeypatch: pytest.MonkeyPatch):
+    def refused(texts: object) -> None:
+        raise AssertionError("a signature was computed")
+
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in [*documents[:20], documents[3]]]
+    with_them = find_duplicates(prints_of_lines(lines), None)
+    monkeypatch.setattr("assay.data.near_duplicates._least_hashes", refused)
+    found = find_duplicates(prints_of_lines(lines, signed=False), None)
+    assert found.first.tolist() == with_them.first.tolist()
+    assert (found.exact, found.near) == (1, 0)

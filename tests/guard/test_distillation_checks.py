@@ -39,7 +39,7 @@ def batch() -> Batch:
 
 BLENDS = [DistillationSettings(), DistillationSettings("reverse", 2.0), DistillationSettings("jsd", 4.0, beta=0.2),
           DistillationSettings(temperature=3.0, kd_weight=0.9, ce_weight=0.1),
-          DistillationSettings("jsd", ce_weight=1.0), DistillationSettings(temperature=0.5)]
+          DistillationSettings("jsd", ce_weight=1.0), DistillationSettings(temperature=0.5), DistillationSettings("reverse", top_k=16)]
 
 
 @pytest.mark.parametrize("blend", BLENDS, ids=str)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ def probabilities(of: Transformer, b: Batch, temperature: float) -> Tensor:
 
 def written_out(student: Transformer, teacher: Transformer, b: Batch, blend: DistillationSettings) -> Tensor:
     p, q = probabilities(teacher, b, blend.temperature).detach(), probabilities(student, b, blend.temperature)
+    if blend.top_k is not None:
+        order = (q if blend.divergence == "reverse" else p).argsort(-1, descending=True)
+        p, q = (torch.cat([each[..., : blend.top_k], each[..., blend.top_k :].sum(-1, keepdim=True)], -1)
+                for each in (p.gather(-1, order), q.gather(-1, order)))
     m = blend.beta * p + (1 - blend.beta) * q
     kl = lambda one, two: (one * (one / two).log()).sum(-1)
     kd = {"forward": lambda: kl(p, q), "reverse": lambda: kl(q, p),
@@ -79,7 +84,11 @@ BLENDS = [DistillationSettings(), DistillationSettings(temperature=3.0), Distill
           DistillationSettings("reverse", kd_weight=2.0, ce_weight=0.1)]
 
 
-@pytest.mark.parametrize("blend", BLENDS, ids=str)
+TOP_K = [DistillationSettings("reverse", 0.7, top_k=5), DistillationSettings("forward", 2.0, top_k=1),
+         DistillationSettings("jsd", 2.0, beta=0.3, ce_weight=0.4, top_k=17)]
+
+
+@pytest.mark.parametrize("blend", [*BLENDS, *TOP_K], ids=str)
 @pytest.mark.parametrize("family", ["assay", "llama"])
 def test_value_and_gradient_are_those_of_the_formula(blend: DistillationSettings, family: str, monkeypatch):
     monkeypatch.setattr(softcap_ce, "CHUNK_BYTES", 1)  # 128 tokens a chunk: the last of these is short
@@ -230,6 +239,25 @@ def test_all_tokens_but_one_stored_is_as_good_as_the_teacher_itself():
     online, offline = distillation(teacher)(student, b), stored_distillation()(student, with_answers(b, teacher, VOCAB - 1))
     assert float(offline.total) == pytest.approx(float(online.total), rel=1e-5)
     assert_same_gradients(gradients(student, offline.total), gradients(student, online.total), rtol=1e-4)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_the_likeliest_and_the_rest_are_a_lower_bound_and_at_the_vocabulary_the_whole(divergence: Any):
+    student, teacher, b = model(1), model(2), batch()
+    found = {k: distillation(teacher, DistillationSettings(divergence, top_k=k))(student, b)
+             for k in (1, 4, 16, VOCAB - 1, VOCAB, VOCAB + 5, None)}
+    totals = [float(found[k].total) for k in (1, 4, 16, VOCAB - 1)]
+    assert totals == sorted(set(totals))
+    assert totals[-1] == pytest.approx(float(found[None].total), rel=1e-9)
+    assert_same_gradients(gradients(student, found[VOCAB - 1].total), gradients(student, found[None].total))
+    assert float(found[VOCAB].total) == float(found[VOCAB + 5].total) == float(found[None].total)
+    alone = distillation(student, DistillationSettings(divergence, top_k=4))(student, b)
+    assert float(alone.total) == 0
+    assert not any(gradient.any() for gradient in gradients(student, alone.total))
+    with pytest.raises(UsageError, match="top_k is 0"):
+        DistillationSettings(top_k=0)
+    with pytest.raises(UsageError, match="it has those that were stored"):
+        stored_distillation(DistillationSettings(top_k=4))
 
 
 def test_fewer_outcomes_never_show_more_divergence():

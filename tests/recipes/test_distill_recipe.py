@@ -250,7 +250,8 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path
 def test_the_student_learns_from_its_teacher_in_its_own_words_and_goes_on_bit_for_bit(home: Path, tmp_path: Path,
                                                                                       monkeypatch: pytest.MonkeyPatch):
     """Interrupted between a step on the data and one on what it says itself."""
-    whole, parted = (options(home, tmp_path / name, on_policy=0.5, divergence="reverse") for name in ("whole", "parted"))
+    whole, parted = (options(home, tmp_path / name, on_policy=0.5, divergence="reverse", divergence_top_k=16)
+                     for name in ("whole", "parted"))
     distilled(whole)
     [preflight] = events(whole, "preflight")
     assert {"own words", "own words' loss", "floor"} <= {verdict["check"] for verdict in preflight["verdicts"]}
@@ -509,6 +510,7 @@ def test_what_the_teacher_did_not_finish_is_not_learned(home: Path, tmp_path: Pa
     ({"how": "text", "ce_weight": 1.0}, "leave --ce-weight out"),
     ({"on_policy": 0.5, "how": "text"}, "its teacher must read along"),
     ({"on_policy": 0.5, "ce_weight": 1.0}, "taught its own words"),
+    ({"how": "text", "divergence_top_k": 4}, "it is of a teacher that reads along"),
     ({"on_policy": 1.0, "sample_temperature": 0.0}, "give a temperature above 0"),
     ({"teacher": "a=0.7,b=0.7"}, "that add up to 1"), ({"teacher": "a,b"}, "several as PATH=WEIGHT"),
     ({"save_steps": 0}, "may take more than 10 minutes: a crash would lose all of it"),  # nobody knows how long steps take

@@ -9,20 +9,23 @@ import pytest
 import torch
 
 from assay.data.batch import Batch
-from assay.errors import UsageError
+from assay.data.preferences import read_preferences, render_pairs
+from assay.errors import AssayError, UsageError
 from assay.guard.reward_model_checks import check_reward_head
 from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
 from assay.outcome import RunOutcome
 from assay.recipes import hand_over, reward_model, run, starting_model
 from assay.recipes.reward_model_options import RewardModel
 from assay.recipes.rewards import proven_reward_model
-from assay.reward.model_reward import text_ids
+from assay.reward.model_reward import text_ids, text_reward
 from assay.reward.reward_functions import parse_rewards
 from assay.reward.worker_pool import RewardItem, RewardWorkers
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, proven
+from tests.recipes import sums
+from tests.recipes.sittings import rows
 
 
 def write(where: Path, said: list[dict[str, Any]]) -> Path:
@@ -85,6 +88,8 @@ def test_workers_score_texts_as_training_does_and_only_proven_reward_models_are_
     artifact = open_artifact(path)
     assert artifact.tokenizer is not None
     ids = text_ids(artifact, "3+4=", "yes 7")
+    learned = render_pairs(read_preferences(home / "pairs.jsonl"), artifact.tokenizer, artifact.stops, length=24)[0]
+    assert ids in [pair.sides[0].tokens.tolist() for pair in learned]  # the end of the turn among them
     with torch.no_grad():
         batch = Batch(torch.tensor([ids]), torch.zeros(1, len(ids)))
         due = token_rewards(build_model(artifact), batch, artifact.tokenizer.ids[REWARD_TOKEN])
@@ -106,3 +111,47 @@ def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path
     assert "direction" in [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
     with pytest.raises(UsageError, match="leave it out"):
         reward_model.reward_model(options(home, tmp_path / "other", lora_r=4), lambda _: None)
+
+# ---------------------------------------------------------------- as the reward of a run
+
+
+@pytest.fixture(scope="module")
+def plain_is_better(knows_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model, of the policy's own parent, that prefers a number to one with another beside it."""
+    folder = tmp_path_factory.mktemp("plain")
+    said = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a + b} or {a + b + 1}"} for a in range(10) for b in range(10)]
+    with pytest.MonkeyPatch.context() as patch:
+        quietly(patch)
+        config = options(folder, folder / "run", model=str(knows_sums.parent.parent / "model"),
+                         data=(str(write(folder / "pairs.jsonl", said)),), max_steps=8, save_steps=8)
+        found = reward_model.reward_model(config, lambda _: None)
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    return folder / "run" / "model"
+
+
+def test_a_reinforcement_run_is_rewarded_by_it_text_by_text(plain_is_better: Path, knows_sums: Path, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch):
+    sums.unproven(monkeypatch)
+    config = sums.options(knows_sums, tmp_path / "run", reward=(f"model:{plain_is_better}",), metric="answer", max_steps=2)
+    verdicts = sums.reinforced(config)
+    assert not [str(verdict) for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
+    digest = open_artifact(plain_is_better).digest
+    assert digest in (tmp_path / "run" / "ledger.jsonl").read_text()
+    drawn = rows(tmp_path / "run" / "samples.jsonl")
+    assert drawn
+    for row in drawn[:8]:
+        due = text_reward(str(plain_is_better), row["prompt"], row["text"], "cpu")
+        assert row["reward"] == row["rewards"]["model"] == pytest.approx(due, rel=1e-4, abs=1e-5)
+    plain, hedged = ([row["reward"] for row in drawn if (" or " in row["text"]) is said] for said in (False, True))
+    assert sum(plain) / len(plain) > sum(hedged) / len(hedged)
+
+
+def test_no_run_begins_with_a_reward_model_that_is_unproven_or_none(plain_is_better: Path, knows_sums: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch):
+    sums.unproven(monkeypatch)
+    shutil.copytree(plain_is_better, tmp_path / "unproven")
+    (tmp_path / "unproven" / "hallmark.json").unlink()
+    for path, words in ((tmp_path / "unproven", "has no hallmark"), (knows_sums, "it is no reward model"), (tmp_path / "none", "none")):
+        with pytest.raises(AssayError, match=words):
+            sums.reinforced(sums.options(knows_sums, tmp_path / "run", reward=(f"model:{path}",), metric="answer"))
+        assert not (tmp_path / "run").exists()
