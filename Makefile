@@ -69,7 +69,8 @@ judges: build/judges/.ready   ## other people's tests, from PyPI and from the ch
 
 build/soup/.ready: Makefile
 	$(PYTHON) -m venv build/soup
-	build/soup/bin/pip install -q soup-cli==0.77.0
+	build/soup/bin/pip install -q torch==2.13.0
+	build/soup/bin/pip install -q 'soup-cli[train]==0.77.0'
 	touch $@
 
 mirror: build/judges/.ready build/soup/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL, soup-cli and lm-eval; docs/mirror.md

@@ -2,6 +2,7 @@
 
     python bench/processes.py > results/processes.txt         a few minutes on two cores; gloo, tiny models
     python bench/processes.py dpo kto                         the table of these alone
+    python bench/processes.py memory                          what a process holds of a model in parts: at its opening, and in the run
 
 Processes are forked here and share this machine's cores: seconds a step show what the protocol costs, not a speed-up. On GPUs
 `torchrun --nproc-per-node 8 -m assay sft … --shards 8`, or `--fsdp`, writes the same digests and steps beside their seconds into its
@@ -15,6 +16,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from assay.learn.sharded import ShardedModel
 from assay.outcome import RunOutcome
 from assay.recipes import distill, dpo, grpo, hand_over, kto, run, sft, starting_model
 from assay.recipes.dpo_options import Dpo
@@ -56,7 +59,9 @@ def main() -> None:
         sums.write(home / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
         sums.write(home / "answers.jsonl", [{"prompt": prompt, "completion": f"{'no' if due % 2 else 'yes'} {due}", "label": due % 2 == 0}
                                             for prompt, due in asked])
-        table(home, sys.argv[1:] or list(recipes(home)))
+        table(home, [name for name in sys.argv[1:] or recipes(home) if name != "memory"])
+        if not sys.argv[1:] or "memory" in sys.argv[1:]:
+            parts_held(home)
         if not sys.argv[1:]:
             cost_of_shards(home)
             story(home)
@@ -100,6 +105,60 @@ def table(home: Path, names: Sequence[str]) -> None:
                 assert codes == [0] * count, codes
                 print(f"{name:16} {count:<10} {how:12} {digest(out)[:12]:14} {1000 * seconds_a_step(out):10.1f} {memory(out, count):>40}",
                       flush=True)
+
+
+def parts_held(home: Path) -> None:
+    """The most memory of its own that a process of an sft has, before step 1 and in all, beyond that of a tiny model's; in the model."""
+    wide = tiny_model("llama", hidden=8192, depth=24, windows=(None,) * 24)
+    save_model(home / "wide", wide)
+    size, largest = (4 * found(p.numel() for p in wide.parameters()) for found in (sum, max))
+    print(f"\nsft --fsdp, a model of {size / 2**20:.0f} MiB in fp32, its largest tensor {largest / size:.3f} of it; memory of a process in "
+          "models\nprocesses  process 0 opens   before step 1: process 0, last    in all: process 0, last")
+    for count, how in ((2, "whole, as before"), (2, "in parts"), (4, "whole, as before"), (4, "in parts")):
+        before, in_all = (["  ".join(f"{(deep - tiny) / size:.2f}" for deep, tiny in zip(*pair, strict=True))
+                           for pair in zip(*(peaks(home, model, count, how == "in parts") for model in ("wide", "base")), strict=True)])
+        print(f"{count:<10} {how:18} {before:>28} {in_all:>26}", flush=True)
+
+
+def peaks(home: Path, model: str, count: int, in_parts: bool) -> tuple[list[int], list[int]]:
+    """Of process 0 and the last: before step 1, and in all."""
+    with tempfile.TemporaryDirectory() as made:
+        codes = fork_processes(lambda: watched(home, Path(made), model, in_parts), count)
+        assert codes == [0] * count, codes
+        said = [json.loads((Path(made) / f"{rank}.json").read_text()) for rank in (0, count - 1)]
+    return [each["before"] for each in said], [each["all"] for each in said]
+
+
+def watched(home: Path, where: Path, model: str, in_parts: bool) -> None:
+    over, most, before = threading.Event(), [0], [0]
+    if not in_parts:
+        starting_model.opens_in_parts = lambda _: False
+    usual = (Trainer.start_loop, ShardedModel.said_by_all)
+
+    def note(act: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any, **named: Any) -> Any:
+            before[0] = before[0] or most[0]
+            return act(*given, **named)
+
+        return noted
+
+    Trainer.start_loop, ShardedModel.said_by_all = note(usual[0]), note(usual[1])  # type: ignore[method-assign]
+
+    def look() -> None:
+        while not over.wait(0.005):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            most[0] = max(most[0], 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        sft.sft(Sft(model=str(home / model), out=str(where / "run"), data=(str(home / "learned.jsonl"),), max_length=32, batch_tokens=128,
+                    micro_batch_tokens=32, num_train_epochs=1, max_steps=2, save_steps=2, held_out=0.1, eval_examples=4, device="cpu",
+                    witness="off", fsdp=True, merge="never"), lambda _: None)
+    finally:
+        over.set()
+        watcher.join()
+    (where / f"{os.environ['RANK']}.json").write_text(json.dumps({"before": before[0], "all": most[0]}))
 
 
 def cost_of_shards(home: Path) -> None:

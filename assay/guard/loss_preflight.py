@@ -29,7 +29,7 @@ from assay.model.transformer import Attention, Block, Mixture, Mlp, Transformer,
 from assay.seeds import generator
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradient of each parameter that has one
+Gradients = tuple[float, Mapping[str, Tensor]]  # the loss, and the gradient of each parameter that has one
 NaiveLoss = Callable[[Transformer, Batch], Tensor]  # an objective written out: the mean loss over the batch's weight
 
 # Relative error that rounding explains: fp32 sums in another order, or bf16 products in another order.
@@ -276,7 +276,7 @@ def loss_gradients(model: Transformer, loss: Callable[[], Tensor], *, backward: 
     value = loss()
     if backward:
         value.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = model.gradients()
     for name, parameter in model.named_parameters():
         parameter.grad = kept[name]
     return float(value.detach()), found

@@ -3,6 +3,9 @@
 Process 0 runs the recipe. What it does with the weights, every process does with it: a method marked `in_all_processes` is announced with
 its arguments, and the others run it too (`ShardedModel.answer_calls`). Between such calls nothing moves, and nobody but process 0 decides.
 
+A model may lie in parts from the beginning (`open_in_parts`): every process is sent its rows of each tensor as process 0 reads it from the
+file, and what process 0 does alone before step 1 it does with a streamed model (learn/streamed.py). Nobody ever holds it whole.
+
 Rows r, r + W, r + 2W, … of a batch are process r's. The optimizer and the average work on each process's own rows of every tensor, as plain
 tensors; what is a property of a whole tensor (Muon's direction, the norm, a fingerprint) is gathered, one tensor at a time. The sums over
 processes are rounded in another order than one process would: the distance is measured before step 1 (`world_parity`).
@@ -13,6 +16,7 @@ import copy
 import dataclasses
 import functools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +32,7 @@ from assay.learn.loop import Accumulated, accumulated
 from assay.learn.objectives import Objective, combined
 from assay.learn.optim import Muon, orthogonalised, state_tensors
 from assay.learn.parallel import count_read, described, empty_batch, require_all_read, rows_of, send_batch
+from assay.learn.streamed import Fetch, LazyTensors, Streaming
 from assay.model.families import hf_layout, to_foreign
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
@@ -36,6 +41,7 @@ from assay.store.safetensors_files import tensor_sha256
 from assay.store.shared_save import SharedSave
 
 Checksums = Callable[[Mapping[str, Tensor]], Mapping[str, int]]  # of every bit of each tensor, made where it lies
+LOOKED_AT = 2048  # elements of a process's rows of a tensor that tell whether it moves
 
 
 def in_all_processes(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,8 +71,16 @@ class ShardedModel:
         self.gathered: Transformer | None = None  # the same tensors as `whole`, in a model that computes with them itself, alone
         self.parts: dict[str, nn.Parameter] = {}  # this process's rows of every parameter, over the memory that FSDP gathers from
         self.shapes: dict[str, torch.Size] = {name: p.shape for name, p in model.named_parameters()}
+        self._held_parameters = list(model.parameters())  # whose moments the optimizer holds
         self.applied: dict[str, Any] = {}  # of the last step, as this process had it
         self._state_before: dict[str, str] = {}  # in process 0: digests of moments and average when they were whole
+        self.stored: StoredTensors | None = None  # in process 0, where the model is opened in parts
+        self.never_whole = False  # opened in parts: process 0 keeps no copy
+        self.rows: dict[str, Tensor] = {}  # this process's rows of every parameter, until FSDP has them
+        self.moments: dict[str, dict[str, Tensor]] = {}  # and of its moments
+        self.gradient_sets: dict[int, dict[str, Tensor]] = {}  # this process's rows of gradients that process 0 compares, by number
+        self._streaming: Streaming | None = None
+        self._set, self._dropped = 0, list[int]()
         self._batch: Batch | None = None
         self._computing = False
         self._bad = torch.zeros((), device=world.device)
@@ -85,12 +99,15 @@ class ShardedModel:
     def shard(self) -> None:
         """Process 0's weights, moments and average, cut into rows and sent a tensor at a time: the others never hold more than their own,
         and from here on nor does process 0's device."""
-        if self.world.rank == 0:
+        if self.world.rank == 0 and self._streaming is None:
             self.whole = whole_copy(self.model)
             self.gathered = around_same_tensors(self.whole)
             self._state_before = {name: tensor_sha256(tensor) for name, tensor in self._whole_state().items()}
-        rows = {name: self._own_rows(p.detach()) for name, p in self.model.named_parameters()}
-        moments = self._own_moments()
+        elif self._streaming is not None:
+            self._end_streaming()
+            self.whole = copy.deepcopy(self.model)
+        rows = self.rows or {name: self._own_rows(p.detach()) for name, p in self.model.named_parameters()}
+        moments = self.moments or self._own_moments()
         average = {} if self.ema is None else {name: self._own_rows(tensor) for name, tensor in self.ema.tensors().items()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -105,10 +122,124 @@ class ShardedModel:
             group["fused"] = self.world.device != "cpu"  # also where the model had no memory when its optimizer was made
             for name in held:
                 self.optimizer.state[self.parts[name]] = moments[name]
+        self.moments = {}
         if self.ema is not None:
             self.ema = Ema(_Parts(self.parts), self.ema.decay)
             self.ema.load(average)
         self._lend_to_forward_passes()
+
+    # ---------------------------------------------------------------- in parts from the beginning
+
+    def open_in_parts(self, stored: "StoredTensors") -> None:
+        """In process 0: what was stored goes to all processes, a tensor at a time; or other values of the same tensors."""
+        if self._streaming is not None:
+            self._end_streaming()
+        self.stored = stored
+        self.take_rows(moments=bool(stored.moments))
+        self._streaming = Streaming(self.model, self.world.device, self.fetch_rows, self._give_gradient)
+        self._follow_parameters()
+        self.model.gradients = self._given_gradients  # type: ignore[method-assign]
+
+    def _end_streaming(self) -> None:
+        assert self._streaming is not None
+        self._streaming.end()
+        self._streaming = None
+        del self.model.gradients
+        self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """The optimizer holds the model's parameters, whichever they are now; their state lies elsewhere."""
+        now = dict(self.model.named_parameters())
+        held = {id(p): name for name, p in zip(now, self._held_parameters, strict=True)}
+        for group in self.optimizer.param_groups:
+            names = [held[id(p)] for p in group["params"]]
+            state = [self.optimizer.state.pop(p) for p in group["params"]]
+            group["params"] = [now[name] for name in names]
+            self.optimizer.state.update(zip(group["params"], state, strict=True))
+        self._held_parameters = list(now.values())
+
+    @in_all_processes
+    def take_rows(self, *, moments: bool) -> None:
+        self.never_whole = True
+        for name, p in self.model.named_parameters():
+            whole = None if self.stored is None else self.stored.weight(name).to(p.dtype)
+            self.rows[name] = self._own_rows(p.detach() if whole is None else whole)
+        self.moments = {}
+        for name, tensor in state_tensors(self.optimizer, dict(self.model.named_parameters())).items():
+            parameter, _, key = name.rpartition("/")
+            before = self.stored.moments[name] if moments and self.stored is not None else None
+            if not tensor.dim():
+                held = (tensor if before is None else before).to(self.world.device, copy=True)
+                self.world.broadcast(held)
+            elif moments:
+                held = self._own_rows(tensor if before is None else before)
+            else:
+                held = torch.zeros_like(self.world.rows_held(tensor), device=self.world.device)
+            self.moments.setdefault(parameter, {})[key] = held
+
+    def fetch_rows(self, name: str) -> Tensor:
+        """A parameter, whole in process 0 alone."""
+        return self.gather_of(kind="weights", name=name)
+
+    @in_all_processes
+    def gather_of(self, *, kind: str, name: str, number: int = 0) -> Any:
+        if kind == "moments":
+            parameter, _, key = name.rpartition("/")
+            part = self.moments[parameter][key]
+        else:
+            part = self.rows[name] if kind == "weights" else self.gradient_sets[number][name]
+        return self.gather_tensor(name, part, 0)
+
+    def live(self) -> "tuple[Mapping[str, Tensor], Mapping[str, Tensor]]":
+        """Weights and moments of a model in parts, under their own names, each gathered in process 0 when it is asked for."""
+        moments = [f"{name}/{key}" for name, held in self.moments.items() for key in held]
+        return (LazyTensors(list(self.shapes), self.fetch_rows),
+                LazyTensors(moments, lambda name: self.gather_of(kind="moments", name=name)))
+
+    def _give_gradient(self, name: str, gradient: Tensor) -> None:
+        """Process 0's gradient of one tensor leaves it as soon as it is made."""
+        self._leaving = gradient
+        self.add_gradient(name=name, number=self._set)
+
+    @in_all_processes
+    def add_gradient(self, *, name: str, number: int) -> None:
+        like = self.rows[name]
+        leaving = self.__dict__.pop("_leaving", None)
+        rows = self.world.scatter_rows(leaving, like, self.shapes[name][0], 0)
+        found = self.gradient_sets.setdefault(number, {})
+        found[name] = found[name] + rows if name in found else rows
+
+    def _given_gradients(self) -> Mapping[str, Tensor]:
+        """What `model.gradients` is while the model is streamed: those that left, and those that stayed."""
+        stayed = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        left = list(self.gradient_sets.get(self._set, {}))
+        return self._set_of([name for name in self.shapes if name in stayed or name in left], stayed)
+
+    def keep_gradients(self) -> Mapping[str, Tensor]:
+        """Of the step that all processes computed last, which forget them otherwise."""
+        self.set_gradients_aside(number=self._set)
+        return self._set_of(list(self.gradient_sets[self._set]), {})
+
+    @in_all_processes
+    def set_gradients_aside(self, *, number: int) -> None:
+        self.gradient_sets[number] = {name: own_part(p.grad).clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _set_of(self, names: list[str], stayed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        number, self._set = self._set, self._set + 1
+        if self._dropped:
+            dropped, self._dropped = self._dropped, []
+            self.drop_gradients(numbers=dropped)
+        found = LazyTensors(names, lambda name: stayed[name].cpu() if name in stayed else
+                            self.gather_of(kind="gradients", name=name, number=number))
+        weakref.finalize(found, self._dropped.append, number)
+        return found
+
+    @in_all_processes
+    def drop_gradients(self, *, numbers: list[int]) -> None:
+        for number in numbers:
+            self.gradient_sets.pop(number, None)
 
     def _own_moments(self) -> dict[str, dict[str, Tensor]]:
         """By parameter: moments of its shape in rows, counters as they are."""
@@ -137,9 +268,11 @@ class ShardedModel:
         inner = self.model.hidden
 
         def hidden(*given: Any, **named: Any) -> Tensor:
-            if not self._computing:
-                self.lend()
-            return inner(*given, **named)
+            if self._computing:
+                return inner(*given, **named)
+            self.lend()
+            with self.world.lost_in_words():
+                return inner(*given, **named)
 
         if self.world.rank == 0:
             self.model.hidden = hidden  # type: ignore[method-assign]
@@ -158,14 +291,21 @@ class ShardedModel:
     @in_all_processes
     def unlike_before(self) -> list[str]:
         """Tensors whose parts, put together, are not bit for bit what was cut; found in process 0."""
-        held = {} if self.whole is None else dict(self.whole.named_parameters())
         wrong = []
         for name, part in {**self.parts, **self.own_state()}.items():
             whole = self.gather_tensor(name, part, 0)
-            if whole is not None and tensor_sha256(whole) != (
-                    self._state_before[name] if name in self._state_before else tensor_sha256(held[name])):
+            if whole is not None and tensor_sha256(whole) != self._digest_before(name, whole):
                 wrong.append(name)
         return wrong
+
+    def _digest_before(self, name: str, found: Tensor) -> str:
+        """Of a tensor as it was before it was cut; where nobody held it whole, of what the file holds: moments begin at 0."""
+        if self.stored is None:
+            assert self.whole is not None, "process 0 keeps a copy"
+            return self._state_before[name] if name in self._state_before else tensor_sha256(self.whole.get_parameter(name))
+        if name in self.shapes:
+            return tensor_sha256(self.stored.weight(name).to(found.dtype))
+        return tensor_sha256(self.stored.moments[name] if self.stored.moments else torch.zeros_like(found))
 
     # ---------------------------------------------------------------- a step
 
@@ -313,7 +453,7 @@ class ShardedModel:
         """The trained weights of this moment into process 0's whole model, a tensor at a time."""
         reshard(self.model)
         there = {} if self.whole is None else dict(self.whole.named_parameters())
-        for name, part in self.parts.items():
+        for name, part in self.parts.items() if not self.never_whole else ():
             if part.requires_grad and (found := self.world.gather_rows(part, self.shapes[name][0], 0)) is not None:
                 there[name].data.copy_(found)
 
@@ -332,6 +472,13 @@ class ShardedModel:
             found = self.checksums(rows)
             wrong |= dict.fromkeys(name for name, due in held.items() if found[name] != due)
         return list(wrong)
+
+    @in_all_processes
+    def gather_weights(self) -> dict[str, Tensor]:
+        """What is trained, whole, on the CPU; in process 0 alone."""
+        reshard(self.model)
+        found = {name: self.gather_tensor(name, part, 0) for name, part in self.parts.items() if part.requires_grad}
+        return {name: whole for name, whole in found.items() if whole is not None}
 
     @in_all_processes
     def gather_state(self) -> dict[str, Tensor]:
@@ -354,6 +501,10 @@ class ShardedModel:
             return part.detach().cpu().clone() if self.world.rank == to else None
         found = self.world.gather_rows(part, self.shapes[self.parameter_of(name)][0], to)
         return None if found is None else found.cpu()
+
+    def own_parameters(self) -> nn.Module:
+        """This process's rows, as the parameters of a module."""
+        return _Parts(self.parts)
 
     def parameter_of(self, name: str) -> str:
         """The parameter that a tensor of the state belongs to."""
@@ -397,6 +548,31 @@ class ShardedModel:
     # ---------------------------------------------------------------- guards
 
     @in_all_processes
+    def look_at_parts(self, *, names: list[str]) -> None:
+        """What `moved_counts` compares with: some elements of each process's rows."""
+        self._looked_at = {name: some_elements(self.parts[name]).clone() for name in names}
+
+    @in_all_processes
+    def moved_counts(self) -> dict[str, tuple[int, int]]:
+        """Of every tensor that was looked at: elements that have moved since, and those that were looked at; over all processes."""
+        mine = {name: (int((some_elements(self.parts[name]) != before).sum()), before.numel()) for name, before in self._looked_at.items()}
+        if self.world.rank > 0:
+            self.world.reply(mine)
+            return {}
+        said = [mine, *self.world.replies()]
+        return {name: (sum(each[name][0] for each in said), sum(each[name][1] for each in said)) for name in mine}
+
+    @in_all_processes
+    def without_numbers(self) -> list[str]:
+        """Tensors with a value that is not finite, in any process."""
+        reshard(self.model)
+        mine = [name for name, part in self.parts.items() if part.numel() and not bool(torch.isfinite(part).all())]
+        if self.world.rank > 0:
+            self.world.reply(mine)
+            return []
+        return sorted({name for names in (mine, *self.world.replies()) for name in names})
+
+    @in_all_processes
     def said_by_all(self) -> list[dict[str, Any]]:
         """What each process has: checksums of its rows of frozen tensors, steps that its optimizer counts, and its last step. By rank."""
         reshard(self.model)
@@ -408,6 +584,13 @@ class ShardedModel:
             self.world.reply(mine)
             return []
         return [mine, *self.world.replies()]
+
+
+class StoredTensors:
+    """What a model in parts begins with, read tensor by tensor: weights under our names, and moments where a run goes on."""
+
+    def __init__(self, weight: Fetch, moments: Mapping[str, Tensor]):
+        self.weight, self.moments = weight, moments
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -504,6 +687,11 @@ def around_same_tensors(model: Transformer) -> Transformer:
     """Another module tree: what is put in the place of one's methods is not the other's."""
     held: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, held)
+
+
+def some_elements(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT]
 
 
 def measured_nothing(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

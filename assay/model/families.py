@@ -763,13 +763,23 @@ def from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], fo
             shown = ", ".join(sorted(names)[:4]) + (" …" if len(names) > 4 else "")
             raise ArtifactError(f"{where}: {len(names)} tensor(s) {problem}: {shown}; "
                                 f"a {config.family} of {config.depth} layers has exactly {len(expected)}")
-    wanted, ours_by_name = parameter_shapes(config), {}
-    for ours, pieces in layout.items():
-        parts = [_piece(moved(foreign[piece.name]), piece, wanted[ours], where) for piece in pieces]
-        stacked = pieces[0].experts is not None
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1 if stacked else 0)
-        ours_by_name[ours] = kept(ours, joined.flatten(0, 1) if stacked else joined)
-    return ours_by_name
+    wanted = parameter_shapes(config)
+    return {ours: kept(ours, _joined(pieces, foreign, wanted[ours], where, moved)) for ours, pieces in layout.items()}
+
+
+def one_from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], foreign: Mapping[str, Tensor],
+                     where: str) -> Callable[[str], Tensor]:
+    """As `from_foreign`, of tensors that it has accepted: each is made when it is asked for, and nobody keeps it."""
+    foreign, wanted = _without_redundant(config, layout, foreign, where), parameter_shapes(config)
+    return lambda ours: _joined(layout[ours], foreign, wanted[ours], where, lambda tensor: tensor)
+
+
+def _joined(pieces: list[ForeignTensor], foreign: Mapping[str, Tensor], shape: tuple[int, ...], where: str,
+            moved: Callable[[Tensor], Tensor]) -> Tensor:
+    parts = [_piece(moved(foreign[piece.name]), piece, shape, where) for piece in pieces]
+    stacked = pieces[0].experts is not None
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1 if stacked else 0)
+    return joined.flatten(0, 1) if stacked else joined
 
 
 def _piece(tensor: Tensor, piece: ForeignTensor, ours: tuple[int, ...], where: str) -> Tensor:

@@ -37,7 +37,7 @@ def compute_probe_logits(model: Transformer) -> ProbeLogits:
     model.eval()
     model.compute_dtype = torch.float32
     try:
-        device = model.embed.weight.device
+        device = "cpu" if model.embed.weight.is_meta else model.embed.weight.device  # one that has shapes alone asks another
         logits = model.logits(model.hidden(tokens.to(device))).float()
         return ProbeLogits(logits[..., ids.to(device)].cpu(), logits.logsumexp(-1).cpu())
     finally:

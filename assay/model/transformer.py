@@ -9,7 +9,7 @@ E experts, A experts that a token goes to.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -398,6 +398,10 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         """The (V, D) matrix that turns states into logits; a fused loss takes it together with the states."""
         return self.embed.weight if self.head is None else self.head.weight
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Of every parameter that has one."""
+        return {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return self.logits(self.hidden(tokens_BT))

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -104,6 +104,19 @@ class World:
             time.sleep(LONGEST_PAUSE)
         return json.loads(self._store.get(f"post {key}"))
 
+    def made_by_first(self, what: str, make: Callable[[], object]) -> None:
+        """Process 0 makes something on the disk, which may take its time; the others wait until it has, or is gone."""
+        if self.rank == 0:
+            make()
+        if self.size > 1 and self.rank == 0:
+            self.post(what, True)
+        while self.rank > 0:
+            try:
+                if self.fetch(what, self.patience):
+                    return
+            except RuntimeError as error:
+                raise AssayError(f"process {self.rank}: process 0 is gone before it made {what} ({str(error).splitlines()[0]})") from None
+
     def _next(self, key: str) -> bytes:
         """Asked for again and again, ever more slowly: a wait would hold the connection, which other threads speak through."""
         beats, heard, asked, pause = -1, time.monotonic(), 0.0, GLANCE
@@ -151,22 +164,27 @@ class World:
         """A tensor of so many rows, of which each process holds a part (`rows_held`), whole in process `to`, where gloo needs it on
         the CPU; None elsewhere."""
         sent = self._padded(part, rows)
-        parts = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == to else None
+        whole = sent.new_empty((self.size * len(sent), *sent.shape[1:])) if self.rank == to else None
         with self.lost_in_words():
-            dist.gather(_bytes(sent), None if parts is None else [_bytes(each) for each in parts], dst=to)
-        return None if parts is None else torch.cat(parts)[:rows]
+            dist.gather(_bytes(sent), None if whole is None else [_bytes(each) for each in whole.split(len(sent))], dst=to)
+        return None if whole is None else whole[:rows]
 
     def scatter_rows(self, whole: Tensor | None, like: Tensor, rows: int, source: int) -> Tensor:
         """This process's part, as `like`, of a tensor that process `source` holds whole."""
         received = torch.empty_like(self._padded(like, rows))
-        parts = None
-        if whole is not None:
-            padded = received.new_zeros((self.size * len(received), *received.shape[1:]))
-            padded[:rows] = whole
-            parts = list(padded.split(len(received)))
+        parts = None if whole is None else [self._like_all(self.rows_held_by(rank, whole), received) for rank in range(self.size)]
         with self.lost_in_words():
             dist.scatter(_bytes(received), None if parts is None else [_bytes(each) for each in parts], src=source)
         return received[: len(like)].to(like.device)
+
+    def _like_all(self, part: Tensor, due: Tensor) -> Tensor:
+        """A process's rows where they can travel, as many as the fullest has: where they lie, if nothing need be added."""
+        part = part.detach().to(device=due.device, dtype=due.dtype).contiguous()
+        if len(part) == len(due):
+            return part
+        padded = torch.zeros_like(due)
+        padded[: len(part)] = part
+        return padded
 
     def _padded(self, part: Tensor, rows: int) -> Tensor:
         """To as many rows as the fullest process has, where it can travel."""

@@ -22,6 +22,7 @@ from assay.guard.training_guards import check_detectors
 from assay.learn.objectives import Objective, next_token
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
+from assay.model.world import World
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import Conversations, describe_tuning, held_out_batches, load_conversations, refuse_nonsense
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, interval_columns
@@ -33,7 +34,7 @@ from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, parent_loss, tuning_optimizer, tuning_plan
-from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
+from assay.recipes.starting_model import StartingModel, load_start, made_by_first, reopen_parent
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
     OnlineTeachers,
@@ -63,9 +64,9 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
     spent = TimeSpent()
     refuse_unclear_distill(config)
     refuse_nonsense(config)
-    world, say = join_processes(config, say, shardable=True)
+    world, say = join_processes(config, say)
     device = world.device
-    start = load_start(with_student(config, say), device, say)
+    start = load_start(with_student(config, say, world), device, say, world)
     if world.rank > 0:
         return follow(world, start.model, objective_alone(config, start, device), config, partial(tuning_optimizer, config, start))
     data = load_lessons(config, start, device, say)
@@ -103,13 +104,15 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                 trainer.resume(saved, lessons.check_same((saved.trainer() or {})["data"]))
             evaluator.recall()
             early.judge(trainer.done)
-            run.preflight([*preflight_distill(trainer, lessons, start), *preflight_own_words(trainer, lessons, own_words)])
+            run.preflight([*preflight_own_words(trainer, lessons, own_words), *preflight_distill(trainer, lessons, start)])
+            if own_words is not None and trainer.sharded is not None:
+                own_words.sample_gathered(trainer)
             trainer.save(lessons.facts(trainer.done))  # where nothing is saved yet: a save is made and proven before step 1
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluate()
                 if own_words is None or not own_words.due(0):
-                    trainer.watch.parent_loss = parent_loss(reopen_parent(start), objective, lessons.batch(0), trainer)
+                    trainer.watch.parent_loss = parent_loss(start, reopen_parent(start), objective, lessons.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), lessons.data, evaluator, trainer)])
                 if teacher is not None:
@@ -171,10 +174,8 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError(f"--teacher-logits is for --how stored, and --how is {config.how}")
     if config.shards > 1 and config.how == "stored":
         raise UsageError("--how stored with --shards: stored logits are read by one process; give --how online, or leave --shards at 1")
-    if config.fsdp and (config.how == "stored" or config.on_policy):
-        raise UsageError("--fsdp with " + ("--how stored: stored logits are read by one process; give --how online"
-                         if config.how == "stored" else "--on-policy: a student that lies in parts is not sampled from in every step; "
-                         "leave one of them out"))
+    if config.fsdp and config.how == "stored":
+        raise UsageError("--fsdp with --how stored: stored logits are read by one process; give --how online")
     if config.on_policy and (config.how != "online" or config.ce_weight):
         raise UsageError("--on-policy with " + (f"--how {config.how}: what the student says is not known before, so that its teacher must "
                          "read along; give --how online" if config.how != "online" else "--ce-weight: the student would be taught its own "
@@ -183,12 +184,13 @@ def refuse_unclear_distill(config: Distill) -> None:
         raise UsageError("--how text learns the teacher's text by its cross-entropy alone: leave --ce-weight out")
 
 
-def with_student(config: Distill, say: Callable[[str], None]) -> Distill:
+def with_student(config: Distill, say: Callable[[str], None], world: World) -> Distill:
     """The options with the model that is to be trained, made first where it is some of the teacher's layers."""
     if config.student_layers is None:
         return config
     student = Path(config.out) / "student"
-    make_student(student, open_teacher_model(config), config.student_layers, say)
+    layers = config.student_layers
+    made_by_first(world, student, lambda: make_student(student, open_teacher_model(config), layers, say))
     return replace(config, model=str(student))
 
 

@@ -46,9 +46,9 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     settings = settings_of(config)
     objective = preference(settings)
-    world, say = join_processes(config, say, shardable=True)
+    world, say = join_processes(config, say)
     device = world.device
-    start = load_start(config, device, say)
+    start = load_start(config, device, say, world)
     if world.rank > 0:
         return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     pairs = load_preferences(config, start)

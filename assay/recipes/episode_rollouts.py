@@ -34,7 +34,7 @@ from assay.guard.trajectory_checks import (
 )
 from assay.learn.advantage import Advantages, estimated_advantages
 from assay.learn.objectives import Objective
-from assay.learn.policy import Surrogate
+from assay.learn.policy import Surrogate, token_logprobs
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.recipes.environment_tasks import EnvironmentTasks, kind_of, was_cut
@@ -107,7 +107,7 @@ class EpisodeCollector:
         self.cap = config.max_turns * config.max_completion_length  # tokens that one trajectory may sample
         self.file = run.folder / "samples.jsonl"
         self.waiting: list[str] = []
-        self._score = quickest_score(self.model, layout)
+        self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
         self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
@@ -162,7 +162,7 @@ class EpisodeCollector:
         """It came from the weights as they are, is trained on as it was sampled, and has the rewards that its environments gave."""
         config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
         fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
-        policy = fingerprint(self.model) if fresh else self.fingerprints[rollout.drawn_at]
+        policy = fingerprint(self.sampler.model) if fresh else self.fingerprints[rollout.drawn_at]
         of_draws = self._check_fresh(rollout, self.sampler.identity_floor(floor)) if fresh else []  # else looked at when it was played
         counted = Counter(sequence.ids for trajectory, counts in zip(every, rollout.counted_N, strict=True) if counts
                           for sequence in trajectory.sequences)

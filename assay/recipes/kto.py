@@ -47,9 +47,9 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
     spent = TimeSpent()
     refuse_nonsense(config)
     objective = kto_objective(kto_settings(config))
-    world, say = join_processes(config, say, shardable=True)
+    world, say = join_processes(config, say)
     device = world.device
-    start = load_start(config, device, say)
+    start = load_start(config, device, say, world)
     if world.rank > 0:
         return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     examples = load_feedback(config, start)

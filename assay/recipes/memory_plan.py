@@ -23,7 +23,7 @@ from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.compute_dtype import asked_masters, compute_bytes
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.options import Distill, Pretrain, Trained, Tuned
+from assay.recipes.options import Distill, Pretrain, Sft, Trained, Tuned
 from assay.recipes.run import Run
 from assay.store import model_cache
 from assay.store.artifact import ArtifactPlace, locate_artifact
@@ -69,6 +69,7 @@ class PlannedWork:
     reference: bool = False
     teacher: int = 0  # bytes of its weights
     processes: int = 1  # that hold the model in parts
+    streamed: bool = False  # and open it in parts: nobody holds it whole before step 1 either
     base_dtype: str | None = None  # that a frozen base is held in; None: its file's
     masters: int = 4  # bytes of a trained number, and of its gradient
 
@@ -134,6 +135,9 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
         stays |= {"sampler": work.compute * model.parameters, "reference": (frozen + MASTER * trained) * work.reference}
     if work.processes > 1:
         stays |= in_parts(stays, work.processes)
+    if work.processes > 1 and work.streamed:
+        passing = preflight_bytes(config, work, 0, whole=True) + streamed_bytes(config, trained, work.processes)
+        stays["preflight"] = max(0, passing - activations - logits)
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
 
@@ -144,6 +148,15 @@ def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
     parts = {name: -(-whole[name] // processes) for name in ("weights", "masters", "gradients", "moments", "average")}
     before = sum(whole[name] for name in ("weights", "masters", "gradients", "average")) + whole["preflight"]
     return parts | {"preflight": max(0, before - sum(parts.values())), "saving": 0}
+
+
+def streamed_bytes(config: ModelConfig, trained: int, processes: int) -> int:
+    """Of a model that is opened in parts, in process 0 before step 1: three sets of gradients in parts; embedding and head whole, with
+    the gradients that are compared; a layer and its gradients as it is fetched."""
+    shapes = parameter_shapes(config)
+    root = sum(math.prod(shape) for name, shape in shapes.items() if not name.startswith("blocks."))
+    layer = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("blocks.0."))
+    return MASTER * (3 * -(-trained // processes) + 4 * root + 2 * layer)
 
 
 def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> int:
@@ -237,7 +250,8 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
     compute = compute_bytes(config, device)
     common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute,
                          moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype,
-                         processes=parting_processes(config), masters=asked_masters(config).itemsize)
+                         processes=parting_processes(config), streamed=may_open_in_parts(config),
+                         masters=asked_masters(config).itemsize)
     if isinstance(config, Grpo):
         from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
 
@@ -265,6 +279,12 @@ def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> Memor
     work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
                        compute=compute_bytes(config, device), processes=parting_processes(config))
     return plan_memory(PlannedModel(shape, 0), work)
+
+
+def may_open_in_parts(config: Trained) -> bool:
+    """Whether the recipe trains all tensors of a folder as they are, and asks nothing of them before its Trainer."""
+    remade = bool(config.new_tokens) or config.rope_scaling is not None or bool(config.lora_r)
+    return config.fsdp and not remade and (isinstance(config, Sft) or (isinstance(config, Distill) and not config.on_policy))
 
 
 def parting_processes(config: Tuned | Grpo | Pretrain) -> int:

@@ -7,6 +7,7 @@ do not fit into it, the last examples of the step are left out, and the metrics 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from assay.generate.generation_request import Completion, Sampling
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import check_version, version_name
 from assay.guard.training_guards import stop_if_refuted
+from assay.learn.sharded import ShardedModel
 from assay.recipes.options import Distill
+from assay.recipes.processes import check_gathered
 from assay.recipes.prompts import Prompt
 from assay.recipes.rollout_batch import Drawn
 from assay.recipes.rollouts import Sampler
 from assay.recipes.starting_model import StartingModel
+from assay.recipes.trainer import Trainer
 from assay.seeds import derive
 
 _SEEDS = 2**63  # how many there are
@@ -42,9 +46,18 @@ class OnPolicy:
                              "distribution, which the divergence is over; give a temperature above 0")
         self.max_new = config.max_new_tokens
         self.examples = {example.id: example for example in examples}
-        self.sampler = Sampler(start.model, None, start.parent.stops, slots=config.batch_tokens // config.max_length * 8,
-                               length=config.max_length)  # ids alone: nobody reads the text
+        self._sampler_of = partial(Sampler, tokenizer=None, stops=start.parent.stops, slots=config.batch_tokens // config.max_length * 8,
+                                   length=config.max_length)  # ids alone: nobody reads the text
+        self.sampler = self._sampler_of(start.model)
+        self.sharded: ShardedModel | None = None
         self.learned: dict[int, int] = {}
+
+    def sample_gathered(self, trainer: Trainer) -> None:
+        """From here on nobody holds the student whole: it is gathered in process 0 whenever it is sampled from."""
+        assert trainer.sharded is not None
+        self.sharded = trainer.sharded
+        self.sampler = self._sampler_of(trainer.sampled_weights().model, gather=self.sharded.refresh,
+                                        device=None if trainer.device == "cpu" else trainer.device)
 
     def due(self, step: int) -> bool:
         return derive(self.seed, "on-policy", step) < self.share * _SEEDS
@@ -80,7 +93,7 @@ class OnPolicy:
             said |= {prompt.id: group[0] for prompt, group in zip(alike, self.sampler.draw(alike, sampling, ("on-policy", step), 1),
                                                                   strict=True)}
         due = version_name(step, fingerprint(self.sampler.model))
-        stop_if_refuted([check_version([completion.version for completion in said.values()], due)])
+        stop_if_refuted([check_version([completion.version for completion in said.values()], due), *check_gathered(self.sharded)])
         return [(prompt, said[prompt.id]) for prompt in prompts]
 
     def room(self, prompt: Prompt) -> int:

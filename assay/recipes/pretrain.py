@@ -131,7 +131,7 @@ def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     spent = TimeSpent()
-    world, say = join_processes(config, say, shardable=True)
+    world, say = join_processes(config, say)
     corpus = open_corpus(local_path(config.corpus))
     assert_disjoint(corpus)
     require_held_out_documents(corpus)

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from assay.data.batch import Batch
 from assay.errors import GuardStop, UsageError
 from assay.generate.sampler_weights import tensor_checksums
 from assay.guard.loss_preflight import loss_gradients
-from assay.guard.training_guards import check_replicas
+from assay.guard.training_guards import UpdateAccount, check_replicas
 from assay.learn import loop
 from assay.learn.cuda_graph import GraphedAccumulate
 from assay.learn.ema import Ema
@@ -36,12 +36,8 @@ PARITY = 1e-2  # of the gradient's norm; sums of bf16 products in another order 
 SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 
-def join_processes(config: Trained | Pretrain, say: Callable[[str], None], *,
-                   shardable: bool = False) -> tuple[World, Callable[[str], None]]:
-    """This run's processes, and who speaks: the first alone. `shardable` are the recipes whose steps FSDP computes."""
-    if config.fsdp and not shardable:
-        raise UsageError(f"--fsdp: assay {type(config).__name__.lower()} keeps the whole model in every process; leave --fsdp out and "
-                         "give --shards for several processes. assay pretrain, sft, distill, dpo, kto and grpo shard their parameters")
+def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tuple[World, Callable[[str], None]]:
+    """This run's processes, and who speaks: the first alone."""
     if config.fsdp and config.shards > 1:
         raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
     if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
@@ -81,17 +77,22 @@ def sharded_model(config: Trained | Pretrain, world: World | None, model: Transf
     return ShardedModel(world, model, optimizer, objective, tensor_checksums, ema)
 
 
-def moments_wait(config: Trained | Pretrain) -> str | None:
+def moments_wait(config: Trained | Pretrain, *, in_parts: bool = False) -> str | None:
     """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in a process
-    that is sent its part."""
-    if holds_outline(config):
+    that is sent its part, and in all of them where the model is opened in parts."""
+    if holds_outline(config) or in_parts:
         return "meta"
-    return "cpu" if config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    return "cpu" if shards_parameters(config) else None
+
+
+def shards_parameters(config: Trained | Pretrain) -> bool:
+    """With --fsdp and several processes."""
+    return config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def holds_outline(config: Trained | Pretrain) -> bool:
     """Every process but the first, with --fsdp: it needs shapes, and is sent its rows of every tensor."""
-    return config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("RANK", "0")) > 0
+    return shards_parameters(config) and int(os.environ.get("RANK", "0")) > 0
 
 
 def follow(world: World, model: Transformer, objective: Objective, config: Trained | Pretrain,
@@ -140,11 +141,12 @@ def check_sharding(sharded: ShardedModel, batch: Batch, micro: int) -> list[Verd
     weight = float(batch.weight.sum())
     compute = partial(_loss_of, loop.accumulated, sharded.model, sharded.objective, batch, micro, weight)
     alone, plain = loss_gradients(sharded.model, compute, backward=False)
-    due = {name: gradient.cpu() for name, gradient in plain.items()}
+    due = plain if sharded.never_whole else {name: gradient.cpu() for name, gradient in plain.items()}
     del plain
     sharded.shard()
     together = float(sharded(sharded.model, sharded.objective, batch, micro, weight).loss)
-    apart, size = gradient_distance(sharded.gather_gradients(), due), sharded.world.size
+    found = sharded.keep_gradients() if sharded.never_whole else sharded.gather_gradients()
+    apart, size = gradient_distance(found, due), sharded.world.size
     words = (f"gradients of {size} processes that hold the model in parts, and of one that holds all of it, differ by {apart:.1e} of their "
              f"norm, bound {PARITY:.0e}; losses {together:.6f} and {alone:.6f}")
     close = apart <= PARITY and abs(together - alone) <= PARITY * max(1.0, abs(alone))
@@ -157,6 +159,30 @@ def check_parts(sharded: ShardedModel) -> Verdict:
         return refuted("sharded", f"{len(wrong)} of {count} tensors are not what was cut into parts: {', '.join(wrong[:3])}", tensors=wrong)
     return proven("sharded", f"{count} tensors (weights, moments, average) lie in parts with {sharded.world.size} processes, and are "
                              "together what they were, bit for bit", tensors=count)
+
+
+class PartedAccount(UpdateAccount):
+    """An update account of a model that nobody holds whole: every process looks at its own rows."""
+
+    def __init__(self, sharded: ShardedModel, reachable: Collection[str]):
+        self.sharded = sharded
+        super().__init__(nn.ParameterDict(), None)
+        self.model = sharded.own_parameters()
+        self.begin(reachable)
+
+    def begin(self, reachable: Collection[str] | None = None) -> None:
+        super().begin(reachable)
+        self.sharded.look_at_parts(names=list(self.before))
+
+    def _moved_shares(self) -> dict[str, float]:
+        return {name: moved / max(1, count) for name, (moved, count) in self.sharded.moved_counts().items()}
+
+
+def check_parted_weights(sharded: ShardedModel) -> Verdict:
+    """Every weight is a number, in whichever process it lies."""
+    if bad := sharded.without_numbers():
+        return refuted("weights", f"{len(bad)} tensor(s) hold values that are not finite: {', '.join(bad[:3])}", tensors=bad)
+    return proven("weights", f"all {len(sharded.parts)} tensors are finite", tensors=len(sharded.parts))
 
 
 def check_gathered(sharded: ShardedModel | None) -> list[Verdict]:

@@ -43,11 +43,11 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
         raise UsageError("--lora-r: a reward model learns a row of its head, which an adapter does not hold; leave it out")
     world, say = join_processes(config, say)
     device = world.device
-    start = load_start(replace(config, new_tokens=with_reward_token(config.new_tokens)), device, say)
+    start = load_start(replace(config, new_tokens=with_reward_token(config.new_tokens)), device, say, world)
     settings = RewardModelSettings(start.tokenizer.ids[REWARD_TOKEN], config.center_rewards_coefficient)
     objective = reward_objective(settings)
     if world.rank > 0:
-        return follow(world, start.model, objective, config)
+        return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     data, began = load_reward_pairs(config, start, settings), start.model.head_weight()[settings.token].detach().clone()
     plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
     for line in describe_reward_model(start, data, optimizer.param_groups[0]["lr"], device):
@@ -144,4 +144,4 @@ def preflight_rewards_of(trainer: Trainer, data: RewardPairs, start: StartingMod
         return [check_detectors(),
                 *preflight_reward_model(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *trainer.check_world(data.batch(0)), *data.audit(start)]
+                *data.audit(start), *trainer.check_world(data.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards

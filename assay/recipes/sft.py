@@ -19,7 +19,7 @@ from assay.learn.low_bit_adamw import adamw_8bit, adamw_bf16_masters
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.model.placement import place_for_inference, uncompiled
+from assay.model.placement import load_compiler_beside, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.compute_dtype import asked_masters
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
@@ -30,10 +30,10 @@ from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Trained, Tuned
 from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, parent_model, reopen_beside
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.early_stopping import StoppingRule
-from assay.store.artifact import Artifact, build_model
+from assay.store.artifact import Artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.ledger import Event
 from assay.store.remote import local_path
@@ -45,9 +45,10 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """An interrupted run hands nothing over; the same command goes on with it."""
     spent = TimeSpent()
     refuse_nonsense(config)
-    world, say = join_processes(config, say, shardable=True)
+    world, say = join_processes(config, say)
     device = world.device
-    start = load_start(config, device, say)
+    load_compiler_beside(device)
+    start = load_start(config, device, say, world)
     if world.rank > 0:
         return follow(world, start.model, next_token, config, partial(tuning_optimizer, config, start))
     data = load_conversations(config, start)
@@ -55,6 +56,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
+        run.rehearse_proofs(start.parent.path)
         trainer = Trainer(run, start.weights, optimizer, next_token, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
                           order=data.order, saves=plan.saves, steps_before=start.steps_before, world=world)
         watched = data.held_out_batches(plan.micro, config.eval_examples)
@@ -69,7 +71,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             run.preflight([*preflight_sft(trainer, data, start), *check_asked_scale(config, start)])
             saves.save_start()
             if reopened is not None:
-                trainer.watch.parent_loss = parent_loss(reopened(), next_token, data.batch(0), trainer)
+                trainer.watch.parent_loss = parent_loss(start, reopened(), next_token, data.batch(0), trainer)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
@@ -126,7 +128,8 @@ def tuning_optimizer(config: Trained, start: StartingModel) -> torch.optim.Optim
     elif config.optim == "adamw_8bit":
         optimizer = adamw_8bit(named, lr, weight_decay=config.weight_decay)
     else:
-        optimizer = adamw(named, lr, weight_decay=config.weight_decay, moments=moments_wait(config))
+        wait = moments_wait(config, in_parts=start.weights.stored is not None)
+        optimizer = adamw(named, lr, weight_decay=config.weight_decay, moments=wait)
     carry_moments(optimizer, start)
     return optimizer
 
@@ -161,9 +164,9 @@ def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
 
 
 @torch.no_grad()
-def parent_loss(reopened: Artifact, objective: Objective, batch: Batch, trainer: Trainer) -> float:
+def parent_loss(start: StartingModel, reopened: Artifact, objective: Objective, batch: Batch, trainer: Trainer) -> float:
     """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
-    parent = place_for_inference(build_model(reopened, None), trainer.device, compute=trainer.model.compute_dtype)
+    parent = parent_model(start, reopened, trainer.device, trainer.model.compute_dtype)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 

@@ -15,21 +15,25 @@ from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
-from assay.model.families import hf_layout, scaled_context, to_foreign
+from assay.learn.sharded import StoredTensors
+from assay.learn.streamed import LazyTensors, Streaming
+from assay.model.families import hf_layout, one_from_foreign, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
 from assay.model.patch import Patch
-from assay.model.placement import frozen_tensors, place_for_training, require_device
+from assay.model.placement import frozen_tensors, place_for_inference, place_for_training, require_device
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import Transformer
+from assay.model.transformer import ModelConfig, Transformer
+from assay.model.world import World
 from assay.recipes.compute_dtype import asked_compute, asked_masters, refuse_bf16_masters, refuse_fp16
-from assay.recipes.memory_plan import MemoryPlan, refuse_unfit
+from assay.recipes.memory_plan import MemoryPlan, may_open_in_parts, refuse_unfit
 from assay.recipes.options import Trained
-from assay.recipes.processes import holds_outline
+from assay.recipes.processes import holds_outline, shards_parameters
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
+from assay.store.export_artifact import majority_dtype
 from assay.store.peft import write_adapter
 from assay.store.remote import local_path
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
@@ -61,6 +65,7 @@ class WholeModel:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, ancestry: "Ancestry"):
         self.model, self.tokenizer, self.stops, self.ancestry = model, tokenizer, stops, ancestry
         self.words = "the whole model is trained"
+        self.stored: StoredTensors | None = None  # in process 0, where the model is opened in parts and nobody holds it whole
 
     def trained(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
@@ -86,6 +91,8 @@ class WholeModel:
 class AdapterModel:
     """Low-rank layers are trained, everything else is the base's. `base` says where that lies and what its weights are; `words` say
     which layers."""
+
+    stored: StoredTensors | None = None
 
     def __init__(self, model: Transformer, base: Ancestor, tokenizer: Tokenizer, rslora: bool, ancestry: "Ancestry", words: str):
         self.model, self.base, self.tokenizer, self.rslora, self.ancestry, self.words = model, base, tokenizer, rslora, ancestry, words
@@ -161,15 +168,20 @@ class StartingModel:
     memory: MemoryPlan | None = None  # what was planned, where a GPU bounds it
 
 
-def load_start(config: Trained, device: str, say: Callable[[str], None]) -> StartingModel:
+def load_start(config: Trained, device: str, say: Callable[[str], None], world: World | None = None) -> StartingModel:
     memory = refuse_unfit(config, device)
     refuse_base_dtype(config)
-    parent = prepared(config, given(config, _destination(config, device)), say, device)
+    in_parts = opens_in_parts(config)
+    parent = prepared(config, given(config, Destination("meta") if in_parts else _destination(config, device)), say, device, world)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
     refuse_more_ids_than_rows(parent, tokenizer)
     weights = trainable(config, parent, tokenizer)
+    carried, steps = carried_state(config)
+    if in_parts and not holds_outline(config):
+        weights.stored = stored_tensors(parent, carried)
+        weights.ancestry = replace(weights.ancestry, largest=largest_weight(parent, weights.stored))
     weights.words += _held_in_words(parent.base or parent)
     # Hooks of FSDP that come after a compilation are not seen by it.
     refuse_fp16(config, weights.model.config)
@@ -177,8 +189,31 @@ def load_start(config: Trained, device: str, say: Callable[[str], None]) -> Star
     place_for_training(weights.model, device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
                        compile=False if config.fsdp else None, masters=asked_masters(config))
     weights.model.train()
-    carried, steps = carried_state(config)
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)
+
+
+def opens_in_parts(config: Trained) -> bool:
+    """With --fsdp and several processes, where all of a folder's tensors are trained as they are: no process need hold them whole."""
+    if not (shards_parameters(config) and may_open_in_parts(config)):
+        return False
+    place = locate_artifact(str(config.from_ or config.model))
+    return place.format.read is None and not place.adapter
+
+
+def stored_tensors(parent: Artifact, moments: Mapping[str, Tensor]) -> StoredTensors:
+    """A model's tensors as its files hold them, each made ours when it is asked for."""
+    return StoredTensors(one_from_foreign(parent.config, hf_layout(parent.config), parent.raw.tensors, str(parent.path)), moments)
+
+
+def largest_weight(parent: Artifact, stored: StoredTensors) -> float:
+    return max(float(max(end.abs() for end in stored.weight(name).aminmax())) for name in parent.tensors)
+
+
+def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a checkpoint's weight files hold, of tensors that are made one at a time."""
+    layout = hf_layout(config)
+    holder = {piece.name: name for name, pieces in layout.items() for piece in pieces}
+    return LazyTensors(list(holder), lambda name: to_foreign({(own := holder[name]): layout[own]}, {own: ours[own]})[name])
 
 
 def _destination(config: Trained, device: str) -> Destination | None:
@@ -186,7 +221,7 @@ def _destination(config: Trained, device: str) -> Destination | None:
     trained whole, is opened where it lies."""
     named = config.from_ or config.model
     changed = bool(config.new_tokens) or str(named).endswith(".gguf")
-    if holds_outline(config) and not changed and config.rope_scaling is None:
+    if holds_outline(config):
         return Destination("meta")
     adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
     if not adapter or changed:
@@ -218,13 +253,21 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 
 def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
-    parent, to = start.parent, None
+    parent, to = start.parent, None if start.weights.stored is None else Destination("meta")
     if isinstance(start.weights, AdapterModel) and start.weights.model is start.model:  # in parts, it shares nothing
         to = beside_held(start.model, start.weights.base)
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
     if found.digest != parent.digest:
         raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
     return found
+
+
+def parent_model(start: StartingModel, reopened: Artifact, device: str, compute: torch.dtype | None) -> Transformer:
+    """The parent as it lies on the disk, to compute with; of a model that nobody holds whole, read matrix by matrix at every pass."""
+    parent = place_for_inference(build_model(reopened, None), device, compute=compute)
+    if start.weights.stored is not None:
+        Streaming(parent, device, stored_tensors(reopened, {}).weight)
+    return parent
 
 
 def reopen_beside(start: StartingModel) -> Callable[[], Artifact]:
@@ -268,21 +311,35 @@ def refuse_quarantined(source: Artifact) -> Artifact:
     raise UsageError(f"{source.path} is quarantined: {reasons}. Train on another model, or remove its quarantine.json on purpose")
 
 
-def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu") -> Artifact:
-    """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on."""
+def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu", world: World | None = None) -> Artifact:
+    """The source itself, or RUN/base: a folder that others can open, with rows for new tokens, proven before it is trained on. Of
+    several processes the first writes it."""
     grows = (bool(config.new_tokens) and source.tokenizer is not None) or config.rope_scaling is not None
     if not grows and not (config.lora_r and source.raw.place.kind == "gguf"):
         return source
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter: new tokens and another context change its base; merge it first")
     base, against = Path(config.out) / "base", None if grows else str(source.path)
-    if base.exists():
-        require_proven(base, against=against)
-    else:
-        write_proven(base, _based(config, source, say), against=against)
-        say(f"{base}: {source.path.name} as a folder that other tools open, proven")
+
+    def make() -> None:
+        if base.exists():
+            require_proven(base, against=against)
+        else:
+            write_proven(base, _based(config, source, say), against=against)
+            say(f"{base}: {source.path.name} as a folder that other tools open, proven")
+
+    made_by_first(world, base, make)
     to = straight_to(device) if config.base_dtype is None else Destination(device)
+    if holds_outline(config):
+        return open_artifact(base, to=Destination("meta"))
     return open_artifact(base, to=to if config.lora_r else None, held=config.base_dtype)
+
+
+def made_by_first(world: World | None, where: Path, make: Callable[[], object]) -> None:
+    """A folder of the run that every process opens, made by process 0 alone."""
+    (world or World(0, 1, "cpu")).made_by_first(where.name, make)
+    if not where.exists():
+        raise UsageError(f"{where}: process 0 wrote it, and it is not here: with several machines --out must lie on a disk that all share")
 
 
 def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | None = None) -> None:
@@ -320,6 +377,12 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
                           Lineage("new"))
 
 
+def _narrowed(config: Trained, parent: Artifact) -> str | None:
+    """The dtype to which masters round a parent that is wider, before the first step."""
+    masters = str(asked_masters(config)).removeprefix("torch.")
+    return masters if masters == "bfloat16" and majority_dtype(parent.tensors) != masters else None
+
+
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
     whole = parent.patch is None and not config.lora_r
     model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()),
@@ -329,7 +392,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     for parameter in model.parameters() if whole else ():
         if parameter.data_ptr() in given_away:  # others were widened, and are copies already
             parameter.data = parameter.data.clone()
-    same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
+    same, moved = Lineage("same", ancestor, rounded=_narrowed(config, parent)), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         if parent.patch.replaced:
             raise UsageError(f"{parent.path} is an adapter that changes whole tensors ({', '.join(sorted(parent.patch.replaced)[:3])}), "

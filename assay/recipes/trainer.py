@@ -39,6 +39,7 @@ from assay.guard.training_guards import (
     StepReading,
     StepWatch,
     UpdateAccount,
+    check_coded_moments,
     check_gradients,
     check_optimizer,
     check_steps,
@@ -58,7 +59,9 @@ from assay.learn.sharded import ShardedEma, ShardedOptimizer
 from assay.model.transformer import Transformer, parameter_count
 from assay.model.world import World
 from assay.recipes.processes import (
+    PartedAccount,
     accumulate_together,
+    check_parted_weights,
     check_processes,
     check_ranks,
     check_sharding,
@@ -68,10 +71,11 @@ from assay.recipes.processes import (
 )
 from assay.recipes.run import Run, plain
 from assay.recipes.save_pace import SavePace
-from assay.recipes.starting_model import AdapterModel, TrainedWeights, writes_merged
+from assay.recipes.starting_model import AdapterModel, TrainedWeights, stored_tensors, under_foreign_names, writes_merged
 from assay.recipes.step_replay import StepReplay
 from assay.recipes.witness_records import WitnessRecords
 from assay.store import durable
+from assay.store.artifact import Destination, open_artifact
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
 from assay.store.digests import environment
 from assay.store.ledger import Event
@@ -108,8 +112,11 @@ class Trainer:
         self.ema: Ema | ShardedEma | None = ema
         self.steps_before, self.steady = steps_before, steady
         self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady)
-        self.device = str(self.model.embed.weight.device)
+        in_parts = weights.stored is not None and world is not None
+        self.device = world.device if in_parts and world is not None else str(self.model.embed.weight.device)
         self.sharded = sharded_model(run.config, world, self.model, optimizer, objective, ema)
+        if self.sharded is not None and weights.stored is not None:
+            self.sharded.open_in_parts(weights.stored)
         self.accumulate = self.sharded or accumulate_together(world, run.config.shards, self.model, objective, self.device)
         self.scaling = ScaledAccumulate(self.accumulate) if self.model.compute_dtype == torch.float16 else None
         self.accumulate = self.scaling or self.accumulate
@@ -135,12 +142,15 @@ class Trainer:
     def resume(self, found: Checkpoint, *same_data: Verdict) -> None:
         """Weights, moments and the step number: everything else is a function of them."""
         state = found.trainer() or {}
-        self.weights.restore(found)
         moments, average = split_ema_state(found.optimizer() or {})
-        load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)
+        load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)  # of one in parts: checked, and counters alone
+        if self.sharded is not None and self.sharded.never_whole:
+            self.sharded.open_in_parts(stored_tensors(open_artifact(found.folder, to=Destination("meta")), moments))
+        else:
+            self.weights.restore(found)
         if isinstance(self.ema, Ema):
             self.ema.load(average)
-        self.run.judge(Event.RESUMED, [check_resumed(self.weights.weights(), self._state(), found), *same_data,
+        self.run.judge(Event.RESUMED, [check_resumed(*self._live(), found), *same_data,
                                    check_steps(self.optimizer, state["step"] + self.steps_before)])
         self.start = self.done = self.saved = state["step"]
         self._scale_state = state.get("loss_scale")
@@ -152,6 +162,13 @@ class Trainer:
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
             self.run.say(f"the environment changed ({changed}): the run goes on, but is not bit for bit the uninterrupted one")
             self.run.log(Event.NOT_BIT_EXACT, changed=changed)
+
+    def _live(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """What a checkpoint's weight and optimizer files hold, before the first step of this sitting."""
+        if self.sharded is None or not self.sharded.never_whole:
+            return self.weights.weights(), self._state()
+        ours, moments = self.sharded.live()
+        return under_foreign_names(self.model.config, ours), moments
 
     def first_micro_batch(self, batch: Batch) -> Batch:
         return next(batch.split(self.micro)).to(self.device)
@@ -170,7 +187,7 @@ class Trainer:
     def check_reach(self, found: Gradients) -> list[Verdict]:
         """Every tensor that is to be trained gets a gradient, and the optimizer holds it."""
         return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained()),
-                *check_processes(self.accumulate)]
+                *check_coded_moments(self.optimizer), *check_processes(self.accumulate)]
 
     def check_world(self, batch: Batch, compute: torch.dtype | None = None) -> list[Verdict]:
         """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it; in
@@ -190,8 +207,9 @@ class Trainer:
         if self.sharded is None:
             return verdicts
         assert self.sharded.whole is not None, "process 0 keeps a copy"
-        assert self.sharded.gathered is not None, "process 0 keeps a copy"
-        self.sharded.whole.compute_dtype = self.sharded.gathered.compute_dtype = usual
+        for copied in (self.sharded.whole, self.sharded.gathered):
+            if copied is not None:
+                copied.compute_dtype = usual
         self.weights.model, self.optimizer = self.sharded.whole, ShardedOptimizer(self.sharded)
         if self.ema is not None:
             self.ema = ShardedEma(self.sharded)
@@ -216,7 +234,10 @@ class Trainer:
         alone = self.accumulate_alone.inner if isinstance(self.accumulate_alone, ScaledAccumulate) else self.accumulate_alone
         if isinstance(alone, GraphedAccumulate):
             alone.keep_only(self.model.compute_dtype)
-        self._account = UpdateAccount(self.weights.model, self.weights.reachable(), drawn=self._masters_in_bf16())
+        if self.sharded is not None and self.sharded.never_whole:
+            self._account: UpdateAccount = PartedAccount(self.sharded, self.weights.reachable())
+        else:
+            self._account = UpdateAccount(self.weights.model, self.weights.reachable(), drawn=self._masters_in_bf16())
         self._frozen_in_parts = [each["frozen"] for each in self.sharded.said_by_all()] if self.sharded is not None else []
         self.run.log(Event.DATA, **facts, windows=parts, from_step=self.done)
         self.run.save_cost.begin()
@@ -327,8 +348,9 @@ class Trainer:
         nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
         moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
-        self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, check_weights(self.weights.model),
-                                       *check_processes(self.accumulate)])
+        finite = check_parted_weights(self.sharded) if self.sharded is not None and self.sharded.never_whole else \
+            check_weights(self.weights.model)
+        self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, finite, *check_processes(self.accumulate)])
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:
@@ -393,12 +415,12 @@ class Trainer:
         trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         return 0 if self.done else 8 * trained + (4 * trained if self.ema is not None else 0)
 
-    def _contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
+    def _contents(self, facts: Mapping[str, Any], lineage: Lineage, moments: Mapping[str, Tensor] | None = None) -> Contents:
         """Live tensors: the save copies them before the loop goes on."""
         config = self.run.config
         state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed},
                  "processes": self._parting_processes(), **({} if self.scaling is None else {"loss_scale": self.scaling.state()})}
-        return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state())
+        return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state() if moments is None else moments)
 
     def _parting_processes(self) -> int:
         """How many the result depends on: one, unless parameters are sharded."""
@@ -412,12 +434,14 @@ class Trainer:
             return owned_contents(self._contents(facts, lineage))
         self._shares += 1
         shared, weights, state = self.sharded.hold_shares(number=self._shares)
-        return dataclasses.replace(self._contents(facts, lineage), weights=weights, optimizer=state, shared=shared)
+        return dataclasses.replace(self._contents(facts, lineage, {}), weights=weights, optimizer=state, shared=shared)
 
     def state_now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What is trained, under the model's own names, and the optimizer's moments, whole wherever they lie."""
         if self.sharded is not None:
             self.sharded.refresh()
+        if self.sharded is not None and self.sharded.never_whole:
+            return self.sharded.gather_weights(), split_ema_state(self._state())[0]
         trained = {name: p.detach() for name, p in self.weights.model.named_parameters() if p.requires_grad}
         return trained, split_ema_state(self._state())[0]
 
