@@ -35,6 +35,7 @@ def test_what_was_asked_comes_out_again(asked):
     lambda found: replace(found, replies=[replace(one, answer_nll=one.answer_nll + 0.01) for one in found.replies]),
     lambda found: replace(found, replies=[replace(one, other_nll=None) for one in found.replies]),
     lambda found: replace(found, replies=[replace(one, said="Oran!" + one.said) for one in found.replies]),
+    lambda found: replace(found, replies=[replace(one, rank=one.rank + 9) for one in found.replies]),
     lambda found: replace(found, text_nll=found.text_nll + 1),
     lambda found: replace(found, fluency=[bits + 0.1 for bits in found.fluency]),
     lambda found: replace(found, text_tokens=found.text_tokens + 1),
@@ -47,7 +48,8 @@ def test_a_reply_that_does_not_come_out_again_is_refuted(asked, wrong):
 @pytest.mark.parametrize(("name", "change"), [
     ("efficacy, likelier, after", {"mean": 0.5, "low": 0.0, "high": 1.0}), ("paraphrase, generated, before", {"n": 1}),
     ("fluency (bits), after", {"mean": 0.1, "low": 0.0, "high": 9.0}), ("perplexity drift", {"mean": 0.1, "high": 0.2}),
-    ("perplexity drift", {"n": 2}), ("efficacy, generated, before", None)])
+    ("perplexity drift", {"n": 2}), ("efficacy, generated, before", None), ("paraphrase, reciprocal rank, after", {"mean": 0.9}),
+    ("paraphrase, old answer generated, before", None)])
 def test_a_figure_that_the_replies_do_not_give_is_refuted(asked, name, change):
     found: EditedReplies = asked[2]
     estimates = dict(edit_estimates(found, found))
