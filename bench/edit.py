@@ -265,7 +265,8 @@ def examined(bench: Bench, facts: Sequence[Fact], words: str, found: EditResult,
     with patched(bench.model, found.patch):
         after = bench.replies(facts)
     changed = patched_tensors(bench.source.tensors, found.patch)
-    sizes = update_sizes({name: bench.source.tensors[name] for name in changed}, changed)
+    were, are = ({name: tensors[name].cpu() for name in changed} for tensors in (bench.source.tensors, changed))
+    sizes = update_sizes(were, are)
     return Row(words, before, after, facts, max(sizes.values()), sum(found.reached) / len(facts), seconds)
 
 # ---------------------------------------------------------------- what is printed

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from assay.editing.facts import make_fact
 from assay.editing.moments import tokenized_text
+from assay.evaluation import edit_recount
 from assay.evaluation.edit_evaluation import EditedReplies, edit_estimates, evaluate_edits
 from assay.evaluation.edit_recount import check_edit_figures, check_replies
 from assay.model.transformer import initialised
@@ -68,3 +70,16 @@ def test_a_question_that_was_not_asked_is_missed(asked):
     verdict = check_edit_figures(FACTS, fewer, fewer, edit_estimates(fewer, fewer))
     assert verdict.outcome is Outcome.REFUTED
     assert "0 paraphrase questions were asked" in verdict.reason
+
+
+def test_the_last_character_of_a_reply_may_be_several_tokens(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, prompt = tiny_tokenizer(), [5]
+    due = tokenizer.encode('"ע')
+    assert tokenizer.decode(due[:-1], special=False) == '"\ufffd'
+    # A model of which nothing but what comes next is asked.
+    monkeypatch.setattr(edit_recount, "_next_logits",
+                        lambda _, ids: torch.nn.functional.one_hot(torch.tensor(([*due, 7])[len(ids) - len(prompt)]), 512).float())
+    model = initialised(tiny_config("llama"), 0)
+    assert edit_recount._greedy(model, tokenizer, prompt, '"ע', ()) is None
+    assert edit_recount._greedy(model, tokenizer, prompt, '"\ufffd', ()) is None
+    assert edit_recount._greedy(model, tokenizer, prompt, '"x', ()) == '"ע'
