@@ -120,8 +120,8 @@ def drawn_by_server(home: Path, fork: Path, cause: Cause, number: int) -> tuple[
     served_plant, own_plant = (cause.words if cause.where == where else "" for where in ("server", "trainer"))
     options = {"from": fork, "optimizer-state": "fresh", "data": home / "first" / "sums.jsonl", "reward": "answer:1",
                "out": home / f"forked-{number}", "prompts": 4, "num-generations": 4, "max-completion-length": 8, "max-steps": 4,
-               "num-train-epochs": 50, "learning-rate": 2e-3, "warmup-steps": 0, "save-steps": 1, "held-out": 0.3, "eval-prompts": 8,
-               "device": "cpu", "reward-workers": 1}
+               "num-train-epochs": 50, "learning-rate": 2e-3, "warmup-steps": 0, "save-steps": 2, "witness": "off", "held-out": 0.3,
+               "eval-prompts": 8, "device": "cpu", "reward-workers": 1}
     base = home / "first" / "sft" / "model"
     with served(command(served_plant, "serve", str(base), "--rollouts", "--port", "0", "--device", "cpu")) as (url, _):
         _, text = said_by(command(own_plant, "grpo", *words_of(options), "--vllm-server-base-url", url.removesuffix("/v1")))

@@ -17,8 +17,8 @@ from assay.serving import policy_training
 from assay.serving.engine_thread import EngineThread
 from assay.serving.hosted_model import HostedModel
 from assay.store.checkpoint import Contents
-from assay.testing.fault_injection import Plant, in_place_of
-from assay.zoo import catalogue
+from assay.testing.fault_injection import FAULTS, Plant, in_place_of
+from assay.zoo import remote_faults, served_policy_faults  # noqa: F401  # they stand in FAULTS then
 
 
 @in_place_of(grpo, "load_start")
@@ -77,7 +77,7 @@ OWN: Mapping[str, Plant] = {"fork that begins with an empty adapter": empty_fork
 
 def main() -> None:
     cause, *command = sys.argv[1:]
-    plant = (OWN[cause] if cause in OWN else catalogue()[cause].plant) if cause else lambda _: contextlib.nullcontext()
+    plant = (OWN[cause] if cause in OWN else FAULTS[cause].plant) if cause else lambda _: contextlib.nullcontext()
     with plant(Path()):
         cli.main(command)
 
