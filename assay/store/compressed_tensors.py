@@ -150,7 +150,8 @@ def recipe_of(fields: Mapping[str, Any], where: str) -> CompressedRecipe:
     groups = list((said.get("config_groups") or {}).values())
     weights = groups[0].get("weights") or {} if len(groups) == 1 and isinstance(groups[0], dict) else {}
     kind = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric", True), weights.get("actorder"))
-    known = {(one.kind, one.bits, "group" if one.grouped else "channel", True, None): one for one in COMPRESSED.values()}
+    known: dict[Any, CompressedScheme] = {
+        (one.kind, one.bits, "group" if one.grouped else "channel", True, None): one for one in COMPRESSED.values()}
     scheme = known.get(kind)
     if scheme is None or groups[0].get("targets") != ["Linear"] or said.get("format", scheme.format) != scheme.format \
             or said.get("quantization_status", "compressed") != "compressed" or said.get("kv_cache_scheme") or said.get("sparsity_config"):
