@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
-.PHONY: demo test test-all arithmetics lint types unit sandbox docs campaign-store campaign-processes campaigns mutants judges mirror vllm clean
+.PHONY: demo test test-all arithmetics lint types unit sandbox docs incident campaign-store campaign-processes campaigns mutants judges mirror vllm clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,9 @@ arithmetics: $(VENV)/.ready   ## what is learned must hold on other CPUs and fro
 docs:   ## regenerate docs/files.md
 	$(PYTHON) docs/generate.py
 
+incident: $(VENV)/.ready   ## the first incident replayed: a served policy, an external agent, every cause planted; minutes; results/incident.txt
+	$(RUN) -m tests.incident > results/incident.txt; status=$$?; cat results/incident.txt; exit $$status
+
 campaign-store: $(VENV)/.ready   ## the full crash campaign on the store; writes results/
 	$(RUN) -m tests.store.campaign --full
 
@@ -66,7 +69,8 @@ judges: build/judges/.ready   ## other people's tests, from PyPI and from the ch
 
 build/soup/.ready: Makefile
 	$(PYTHON) -m venv build/soup
-	build/soup/bin/pip install -q soup-cli==0.77.0
+	build/soup/bin/pip install -q torch==2.13.0
+	build/soup/bin/pip install -q 'soup-cli[train]==0.77.0'
 	touch $@
 
 mirror: build/judges/.ready build/soup/.ready   ## faults of the zoo in plain folders, given to transformers, PEFT, TRL, soup-cli and lm-eval; docs/mirror.md

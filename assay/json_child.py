@@ -68,9 +68,10 @@ class JsonChild:
 
     def kill(self) -> None:
         """Without a wait: where several end, all are told before the first is waited for."""
+        process = self.process  # another thread may stop it meanwhile
         with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
-            if self.process is not None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+            if process is not None:
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _pipes(self) -> tuple[int, int]:
         assert self.process is not None

@@ -1,6 +1,7 @@
 """A step of reinforcement over episodes of three turns: `assay grpo --environment` beside TRL's GRPOTrainer with a `rollout_func`.
 
     python bench/agents.py                                       # SmolLM2-135M, 16 tasks × 8 episodes of three turns of 64 tokens
+    python bench/agents.py --model drawn --max-staleness 1       # random weights of its shape: nothing is fetched; a row one step off
     python bench/agents.py --model tiny --device cpu --tasks 2 --group 4 --max-new 8 --steps 2 --parts 1 --peer-steps 1
 
 Every turn is as long as it may be and every episode has its three turns: equal work in every step. The environment answers at once
@@ -9,10 +10,15 @@ spent in environments, in writing what they say as tokens, and in the checks of 
 
 TRL samples by transformers' generate, turn by turn, with the same number of tokens a turn, and computes every turn from the beginning of
 its episode; the environment is called in its own process. Tasks, group, KL (k3, 0.01), loss (token-level, clip 0.2) and learning rate
-are the same; it keeps fewer checks, and nothing of ours is left out but the proofs. With --max-staleness 1 ours samples while it learns.
+are the same; it keeps fewer checks, and nothing of ours is left out but the proofs. `environment_factory`, TRL's other path of several
+turns, goes on only where the model calls a tool, which random or small weights do not: its turns would not be equal work. With
+--max-staleness 1 a second row of ours samples while it learns (its parts overlap). `drawn` weights have a made vocabulary of SmolLM2's
+size, each token one to three letters.
 """
 
 import argparse
+import itertools
+import string
 import tempfile
 import time
 from pathlib import Path
@@ -20,17 +26,22 @@ from typing import Any
 
 from beside import TINY, Clock, aloud, measured, middle, peak_memory, quiet, surroundings, train_only, weights, without_proofs
 from grpo import KL_WEIGHT, Parts, Timed, parts_timed, without_stops
+from train import SMOLLM2
 
 from assay.agents.environment_pool import EnvironmentPool
 from assay.agents.transcript import ChatWriter
 from assay.generate.engine import Engine
+from assay.model.tokenizer import Tokenizer
+from assay.model.transformer import initialised
 from assay.recipes import grpo
 from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.reference import Reference
 from assay.recipes.rollouts import Sampler
 from assay.testing.echo_environment import Echo
+from assay.testing.tiny_models import save_model, tiny_tokenizer
 
+DRAWN = "drawn"
 ENVIRONMENT, TURNS = "assay.testing.echo_environment:Echo", 3
 PARTS = {"weights to the sampler": (Sampler, "load"), "sampling": (Engine, "drain"), "environments": (EnvironmentPool, "step"),
          "beginning": (EnvironmentPool, "open"), "writing": (ChatWriter, "insert"), "checks of the rollout": (EpisodeCollector, "check"),
@@ -38,15 +49,34 @@ PARTS = {"weights to the sampler": (Sampler, "load"), "sampling": (Engine, "drai
 OUTSIDE = ("environments", "beginning", "writing", "checks of the rollout")
 
 
-def ours(flags: argparse.Namespace, home: Path) -> str:
+def room(flags: argparse.Namespace) -> int:
+    """Tokens that an episode may have."""
+    return TURNS * (flags.max_new + 64) + 128
+
+
+def made_vocabulary(size: int) -> Tokenizer:
+    """Bytes, ChatML and as many words of two and three letters as fill it: any id decodes to text."""
+    known = len(tiny_tokenizer(words=()).ids)
+    pairs = ["".join(letters) for letters in itertools.product(string.ascii_letters, repeat=2)]
+    threes = ("".join(letters) for letters in itertools.product(string.ascii_letters, repeat=3))
+    return tiny_tokenizer(words=[*pairs, *itertools.islice(threes, size - known - len(pairs))])
+
+
+def model_folder(flags: argparse.Namespace, home: Path, dtype: str) -> Path:
+    """The same weights for both, in the dtype that each takes."""
+    if flags.model == DRAWN and not (home / DRAWN).exists():
+        save_model(home / DRAWN, initialised(SMOLLM2, 0), tokenizer=made_vocabulary(SMOLLM2.vocab))
+    return weights(str(home / DRAWN) if flags.model == DRAWN else flags.model, dtype, home, room(flags))
+
+
+def ours(flags: argparse.Namespace, home: Path, staleness: int) -> str:
     clock, made = Clock(flags.warm, 1, flags.device), list[Timed]()
-    room = TURNS * (flags.max_new + 64) + 128
-    config = Grpo(model=str(weights(flags.model, "float32", home, room)), environment=ENVIRONMENT, tasks=(flags.tasks + 8) * 4,
-                  out=str(home / "run"), prompts=flags.tasks, num_generations=flags.group, max_turns=TURNS,
+    config = Grpo(model=str(model_folder(flags, home, "float32")), environment=ENVIRONMENT, tasks=(flags.tasks + 8) * 4,
+                  out=str(home / f"run-{staleness}"), prompts=flags.tasks, num_generations=flags.group, max_turns=TURNS,
                   max_completion_length=flags.max_new,
-                  max_episode_length=room, num_train_epochs=1000, max_steps=flags.warm + flags.steps + flags.parts, warmup_steps=0,
+                  max_episode_length=room(flags), num_train_epochs=1000, max_steps=flags.warm + flags.steps + flags.parts, warmup_steps=0,
                   learning_rate=Grpo.RATES.whole, save_steps=0, insist=True, eval_prompts=2, num_generations_eval=0,
-                  micro_batch_size=flags.micro, device=flags.device, beta=KL_WEIGHT, max_staleness=flags.max_staleness)
+                  micro_batch_size=flags.micro, device=flags.device, beta=KL_WEIGHT, max_staleness=staleness)
 
     def timed(*given: Any, **named: Any) -> Timed:
         made.append(Timed(clock, flags.steps, *given, **named))
@@ -86,7 +116,7 @@ def theirs(flags: argparse.Namespace, home: Path) -> str:
                 parts.begin()
             clock.stepped(state.global_step)
 
-    folder = weights(flags.model, "bfloat16", home, TURNS * (flags.max_new + 64) + 128)
+    folder = model_folder(flags, home, "bfloat16")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tasks = datasets.Dataset.from_list([{"prompt": Echo().reset(seed)} for seed in range((2 + flags.peer_steps) * flags.tasks)])
     trainer = trl.GRPOTrainer(str(folder), paid, args=args, train_dataset=tasks, processing_class=tokenizer, callbacks=[Stepped()],
@@ -137,17 +167,19 @@ def paid(prompts: list[Any], completions: list[Any], episode_reward: list[float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help=f"a model, or {TINY}")
+    parser.add_argument("--model", default="smollm2-135m", help=f"a model, {DRAWN} (random weights of SmolLM2-135M's shape) or {TINY}")
     parser.add_argument("--device", default="cuda")
-    for name, default in (("tasks", 16), ("group", 8), ("max-new", 64), ("micro", 32), ("warm", 2), ("steps", 8), ("parts", 3),
-                          ("peer-steps", 3), ("max-staleness", 0)):
+    for name, default in (("tasks", 16), ("group", 8), ("max-new", 64), ("micro", 32), ("warm", 2), ("steps", 6), ("parts", 2),
+                          ("peer-steps", 2), ("max-staleness", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--verbose", action="store_true")
     flags = parser.parse_args()
     without_proofs()
     with tempfile.TemporaryDirectory() as home:
-        work = {"assay, episodes of three turns": lambda: ours(flags, Path(home))}
+        work = {"assay, episodes of three turns": lambda: ours(flags, Path(home), 0)}
+        if flags.max_staleness:
+            work["assay, sampling one step ahead"] = lambda: ours(flags, Path(home), flags.max_staleness)
         if not flags.no_peers:
             work["TRL, rollout_func of three turns"] = lambda: theirs(flags, Path(home))
         lines = measured(work, flags.device)

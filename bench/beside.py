@@ -184,7 +184,7 @@ def measured(work: dict[str, Callable[[], str]], device: str) -> list[str]:
         except Exception as error:  # a peer's failure may be any
             traceback.print_exc()
             line = f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        lines.append(f"{name:34} {line}")
+        lines.append(f"{name:41} {line}")
         print(f"{lines[-1]}  ({time.perf_counter() - began:.0f} s in all)", flush=True)
     return lines
 

@@ -4,6 +4,7 @@
     python bench/size.py --only 8b,lora,peer-lora         # one shape, two rows
     python bench/size.py --only 8b,lora --checkpointing --micro 1 --cap-gib 24
     python bench/size.py --only 8b,nf4-16gib,bf16-24gib   # one row of 1024 tokens at a time within 16 and 24 GiB
+    python bench/size.py --only 8b,first-step,prove,grpo,peer-grpo --limit 120
     python bench/size.py --only 135m,same --weights SMOLLM2 --text FILE    # a folder, GGUF file or fetched name
     python bench/size.py --only tiny --device cpu --rows 2 --length 32 --micro 1 --streams 2 --prompt 8 --new 4    # a dry run
 
@@ -20,7 +21,14 @@ linear layers, --rows × --length tokens a step, --micro rows at a time, AdamW. 
     same         losses of LoRA steps on the base in its file's dtype, in int8 and in nf4, beside the same base in fp32, three seeds: the
                  mean difference with its interval over seeds, and the worst; with --weights and --text of a real model, on real text
     peer-lora    transformers + PEFT, eager, bf16
+    first-step   `assay sft --lora-r 16` from its start to its first step, then it is ended (goal at 8B: 45 s)
+    prove        an adapter proven alone: by `assay prove`, and by a process that has proven one on this base before (goal at 8B: 10 s)
+    grpo         `assay grpo --lora-r 16` with its KL: --prompts × --group completions of --max-new tokens; seconds and parts of a step
+    peer-grpo    transformers' generate and a PEFT step on --peer-group completions of as many tokens: seconds a completion
     peer-sample  transformers' generate
+
+A row that fails says how far it came: its last phase, the seconds until then and the most memory. The last four, the first two with GiB in
+their names and `same` are asked for by name.
 """
 
 import argparse
@@ -134,14 +142,23 @@ def ready(flags: argparse.Namespace) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+BEGAN = time.perf_counter()  # of this row's process, after its imports
+
+
+def phase(flags: argparse.Namespace, name: str) -> None:
+    """How far a row has come, for whoever is told that it came no further."""
+    print("PHASE " + json.dumps({"phase": name, "s": round(time.perf_counter() - BEGAN, 1)} | memory(flags)), flush=True)
+
+
 def timed_steps(flags: argparse.Namespace, step: Callable[[], object]) -> dict[str, float]:
     """The first, and the median of those after the warm-up."""
     seconds = []
-    for _ in range(WARM + flags.steps):
+    for number in range(1, WARM + flags.steps + 1):
         began = time.perf_counter()
         step()
         fence(flags)
         seconds.append(time.perf_counter() - began)
+        phase(flags, f"step {number}")
     each = statistics.median(seconds[WARM:])
     return {"first step s": round(seconds[0], 2), "step s": round(each, 4), "tokens/s": round(flags.rows * flags.length / each)}
 
@@ -160,6 +177,14 @@ def row_open(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     return found | {"host GiB": round(found["host GiB"] - empty, 2)}
 
 
+def lora_options(flags: argparse.Namespace, folder: Path, base_dtype: str | None = None) -> Any:
+    from assay.recipes.options import Sft
+
+    return Sft(model=str(folder), data=(), out=str(folder.parent / "never"), lora_r=16, max_length=flags.length,
+               batch_tokens=flags.rows * flags.length, micro_batch_tokens=flags.micro * flags.length,
+               gradient_checkpointing=flags.checkpointing, base_dtype=base_dtype)  # type: ignore[arg-type]
+
+
 def row_lora(flags: argparse.Namespace, folder: Path, base_dtype: str | None = None) -> dict[str, float]:
     from assay.data.batch import Batch
     from assay.learn import loop
@@ -167,17 +192,15 @@ def row_lora(flags: argparse.Namespace, folder: Path, base_dtype: str | None = N
     from assay.learn.objectives import next_token
     from assay.learn.optim import adamw
     from assay.recipes.memory_plan import PlannedWork, plan_memory, planned_model
-    from assay.recipes.options import Sft
     from assay.recipes.starting_model import load_start
 
     ready(flags)
     began = time.perf_counter()
-    options = Sft(model=str(folder), data=(), out=str(folder.parent / "never"), lora_r=16, max_length=flags.length,
-                  batch_tokens=flags.rows * flags.length, micro_batch_tokens=flags.micro * flags.length,
-                  gradient_checkpointing=flags.checkpointing, base_dtype=base_dtype)  # type: ignore[arg-type]
+    options = lora_options(flags, folder, base_dtype)
     start = load_start(options, flags.device, print)
     fence(flags)
     opened = round(time.perf_counter() - began, 2)
+    phase(flags, "open")
     tokens = random_tokens(flags, start.model.config.vocab)
     weight = torch.ones(tokens.shape)
     weight[:, 0] = 0
@@ -277,6 +300,155 @@ def row_sft(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     shutil.rmtree(out, ignore_errors=True)
     return {"first step s": round(marks[0], 2), "step s": round(each, 4), "tokens/s": round(flags.rows * flags.length / each),
             "whole s": round(time.perf_counter() - began, 1), "exit": outcome.exit_code} | memory(flags)
+
+
+def row_first_step(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The command is ended after its first step; what it started ends with it."""
+    out, data = folder.parent / "first-step", write_sums(folder.parent / "sums.jsonl", flags)
+    shutil.rmtree(out, ignore_errors=True)
+    asked = ["sft", "--model", str(folder), "--data", str(data), "--out", str(out), "--lora-r", "16", "--max-length", str(flags.length),
+             "--batch-tokens", str(flags.rows * flags.length), "--micro-batch-tokens", str(flags.micro * flags.length), "--max-steps", "9",
+             "--num-train-epochs", "1000", "--held-out", "0.02", "--insist", "--device", flags.device]
+    began, found, last = time.perf_counter(), dict[str, float](), "it said nothing"
+    with subprocess.Popen([sys.executable, "-m", "assay", *asked], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            now = round(time.perf_counter() - began, 2)
+            if line.startswith(("LoRA", "step 0:")):
+                found["open s" if line.startswith("LoRA") else "step 0 s"] = now
+                phase(flags, line[:60].strip())
+            if line.startswith("step 1"):
+                found["first step s"] = now
+                process.kill()
+                break
+            last = line.strip()
+    shutil.rmtree(out, ignore_errors=True)
+    if "first step s" not in found:
+        raise SystemExit(f"the command ended before a step: {last}")
+    return found
+
+
+def row_prove(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """An adapter as a run writes it, moved a little; its base is read for the first proof, and kept for the second."""
+    from assay.guard.proof import ProofRequest, prove
+    from assay.guard.proof_subject import ProofSampling
+    from assay.guard.proving_process import PROVING_PROCESSES
+    from assay.recipes.starting_model import load_start
+    from assay.store.checkpoint import write_checkpoint
+    from assay.verdict import overall, without_optional
+
+    ready(flags)
+    where = folder.parent / f"adapter-{folder.name}"
+    shutil.rmtree(where, ignore_errors=True)
+    start = load_start(lora_options(flags, folder), flags.device, print)
+    with torch.no_grad():
+        for parameter in start.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 1e-3)
+    write_checkpoint(where, start.weights.contents(start.weights.ancestry.later, {}, {}, {}))
+    del start
+    gc.collect()
+    if flags.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    phase(flags, "adapter written")
+    began = time.perf_counter()
+    alone = subprocess.run([sys.executable, "-m", "assay", "prove", str(where), "--device", flags.device], capture_output=True, text=True)
+    found: dict[str, Any] = {"whole s": round(time.perf_counter() - began, 2), "exit": alone.returncode}
+    phase(flags, f"assay prove: exit {alone.returncode}")
+    request = ProofRequest(str(where), probing=ProofSampling(device=flags.device))
+    with PROVING_PROCESSES.keeping():
+        for name in ("open s", "proof s"):
+            began = time.perf_counter()
+            verdicts = prove(request)
+            found[name] = round(time.perf_counter() - began, 2)
+            phase(flags, f"{name}: {overall(without_optional(verdicts))}")
+    return found | {"worst": str(overall(without_optional(verdicts)))}
+
+
+REWARD = """def reward(prompt, completion, row):
+    return sum(completion.encode()) % 8 / 7
+"""
+
+
+def row_grpo(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Of random weights: every completion is as long as it may be, and its reward is as good as drawn."""
+    import grpo as bench_grpo
+    from beside import Clock, train_only, without_proofs
+
+    from assay.recipes import grpo
+    from assay.recipes.grpo_options import Grpo
+
+    ready(flags)
+    without_proofs()
+    home = Path(tempfile.mkdtemp(prefix="size-grpo-"))
+    (home / "drawn.py").write_text(REWARD)
+    asked = [{"question": f"What is {i} + {i * 7 % 89}?", "answer": f"#### {i + i * 7 % 89}"} for i in range(40 * flags.prompts)]
+    for name, rows in (("train", asked[4:]), ("held-out", asked[:4])):
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    clock, began, made = Clock(1, 1, flags.device), time.perf_counter(), list[Any]()
+    config = Grpo(model=str(folder), data=(str(home / "train.jsonl"),), held_out_data=str(home / "held-out.jsonl"), out=str(home / "run"),
+                  reward=(f"{home / 'drawn.py'}:reward:1",), prompts=flags.prompts, num_generations=flags.group, lora_r=16,
+                  max_completion_length=flags.max_new, beta=0.01, max_steps=2 + flags.grpo_steps, warmup_steps=0, save_steps=0, insist=True,
+                  eval_prompts=2, num_generations_eval=0, micro_batch_size=flags.grpo_micro, device=flags.device,
+                  gradient_checkpointing=flags.checkpointing)
+
+    class Timed(bench_grpo.Timed):
+        def record(self, step: Any, **columns: Any) -> None:
+            super().record(step, **columns)
+            phase(flags, f"step {self.done}")
+
+    def trainer(*given: Any, **named: Any) -> Any:
+        made.append(Timed(clock, flags.grpo_steps, *given, **named))
+        return made[0]
+
+    grpo.load_start = bench_grpo.without_stops  # type: ignore[assignment]
+    with bench_grpo.parts_timed(bench_grpo.PARTS, lambda: made[0].timing if made else None):
+        done = train_only(grpo, config, print, trainer)
+    seconds = clock.per_step()
+    each, completions = statistics.median(seconds[: flags.grpo_steps]), flags.prompts * flags.group
+    print(f"parts of a step, fenced: {done.timing.line(1, seconds[-1])}", flush=True)
+    return {"first step s": round(clock.marks[0] - began, 1), "step s": round(each, 3), "s/completion": round(each / completions, 4),
+            "tokens/s": round(completions * flags.max_new / each), "parts": done.timing.line(1, seconds[-1])} | memory(flags)
+
+
+def row_peer_grpo(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """What TRL does in a step, without its checks: generate, the reference's log-probabilities with the adapter off, and a PEFT step."""
+    from peft import LoraConfig, get_peft_model
+
+    ready(flags)
+    model = get_peft_model(peer_model(flags, folder), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    phase(flags, "open")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-5, fused=flags.device.startswith("cuda"))
+    prompts = torch.randint(0, model.config.vocab_size, (flags.peer_group, 16), generator=torch.Generator().manual_seed(2)).to(flags.device)
+
+    def logprobs(rows: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=rows).logits[:, prompts.shape[1] - 1 : -1].float()
+        return logits.log_softmax(-1).gather(-1, rows[:, prompts.shape[1] :, None])[..., 0]
+
+    def step() -> None:
+        model.eval()
+        with torch.no_grad():
+            rows = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0,
+                                  max_new_tokens=flags.max_new, min_new_tokens=flags.max_new, pad_token_id=0)
+            with model.disable_adapter():
+                reference = torch.cat([logprobs(row[None]) for row in rows])
+        phase(flags, "generated")
+        model.train()
+        for row, of_reference in zip(rows, reference, strict=True):
+            now = logprobs(row[None])[0]
+            off = of_reference - now
+            loss = -(torch.exp(now - now.detach()) - 0.01 * (off.exp() - off - 1)).mean()
+            (loss / len(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    began = time.perf_counter()
+    step()
+    fence(flags)
+    each = time.perf_counter() - began
+    return {"step s": round(each, 2), "s/completion": round(each / flags.peer_group, 3),
+            "tokens/s": round(flags.peer_group * flags.max_new / each)} | memory(flags)
 
 
 def write_sums(path: Path, flags: argparse.Namespace) -> Path:
@@ -386,11 +558,11 @@ def row_peer_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]
 
 ROWS: dict[str, Callable[[argparse.Namespace, Path], dict[str, float]]] = {
     "open": row_open, "lora": row_lora, "nf4-16gib": within(16, "nf4"), "bf16-24gib": within(24, "bf16"), "sft": row_sft,
-    "sample": row_sample, "same": row_same,
-    "peer-lora": row_peer_lora, "peer-sample": row_peer_sample}
+    "sample": row_sample, "same": row_same, "first-step": row_first_step, "prove": row_prove, "grpo": row_grpo,
+    "peer-lora": row_peer_lora, "peer-sample": row_peer_sample, "peer-grpo": row_peer_grpo}
 
 ALIASES = {"nf4": "nf4-16gib", "lora24": "bf16-24gib"}
-SEPARATE = ("same", "nf4-16gib", "bf16-24gib")  # rows that are asked for by name
+SEPARATE = ("same", "nf4-16gib", "bf16-24gib", "first-step", "prove", "grpo", "peer-grpo")  # rows that are asked for by name
 
 # ---------------------------------------------------------------- the table
 
@@ -434,19 +606,31 @@ def in_a_process(row: str, folder: Path) -> dict[str, Any]:
     try:
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", row, str(folder)], capture_output=True, text=True,
                               timeout=flags.limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {flags.limit} s"}
+    except subprocess.TimeoutExpired as late:
+        return {"failed": f"not done after {flags.limit} s{how_far(late.stdout)}"}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
     said = [line for line in done.stderr.splitlines() if line.strip()] or ["said nothing"]
     if flags.verbose:
         print(done.stdout[-4000:], done.stderr[-8000:], sep="\n", flush=True)
-    return {"failed": f"exit {done.returncode}: {said[-1][:300]}"}
+    return {"failed": f"exit {done.returncode}: {said[-1][:300]}{how_far(done.stdout)}"}
+
+
+def how_far(printed: str | bytes | None) -> str:
+    """The last phase that a row told of."""
+    text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
+    told = [line.removeprefix("PHASE ") for line in text.splitlines() if line.startswith("PHASE ")]
+    if not told:
+        return "; it did not open the model"
+    last = json.loads(told[-1])
+    name, seconds = last.pop("phase"), last.pop("s")
+    return f"; it came as far as {name!r} after {seconds} s: " + ", ".join(f"{value} {what}" for what, value in last.items())
 
 
 def print_table(rows: list[tuple[str, str, dict[str, Any]]]) -> None:
-    columns = ["open s", "first step s", "step s", "tokens/s", "floor", "whole s", "peak GiB", "plan GiB", "held GiB", "host GiB", "worst"]
+    columns = ["open s", "first step s", "step s", "tokens/s", "s/completion", "floor", "proof s", "whole s", "peak GiB",
+               "plan GiB", "held GiB", "host GiB", "worst"]
     print("\n| shape | row | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
     for name, row, result in rows:
         cells = [str(result.get(column, "")) for column in columns]
@@ -483,7 +667,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cap-gib", type=float, default=0, help="GPU memory that a row may hold")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--verbose", action="store_true", help="show what a failed row said")
-    for name, default in (("rows", 16), ("length", 1024), ("micro", 4), ("steps", 6), ("streams", 64), ("prompt", 128), ("new", 64)):
+    for name, default in (("rows", 16), ("length", 1024), ("micro", 4), ("steps", 6), ("streams", 64), ("prompt", 128), ("new", 64),
+                          ("prompts", 16), ("group", 8), ("max-new", 256), ("grpo-micro", 16), ("grpo-steps", 2), ("peer-group", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -7,14 +7,17 @@
     python bench/time_to_proof.py --model smollm2-135m --data gsm8k.jsonl
     python bench/time_to_proof.py --shape tiny --rows 200 --device cpu
 
-The first run has no compilation cache, the second has the first one's. The table at the end has a row a run: the whole command from
-outside, with Python's start and imports; the first step; the parts that the run itself tells; how long the loop stood still for a
-checkpoint; what the witness said; and `assay prove` on what was handed over, alone, in a process that begins with nothing (of an adapter:
-its base is opened and hashed for it). `--limit` ends a command that takes longer, and the row says so. Goals on an H200: 135M, three epochs
-of GSM8K, 45 s cold and 30 s warm, its proof 4 s, 0.2 s a save; 8B LoRA, first step 45 s, its adapter's proof 10 s; 1.7B, 1 s a save.
+The first run has no compilation cache, the second has the first one's. Both have Python's bytecode of the libraries, as after any
+installation by pip: where the machine's libraries have none it is written before the clock, and what that took is told. The table at the
+end has a row a run: the whole command from outside, with Python's start and imports; the first step; the parts that the run itself tells;
+how long the loop stood still for a checkpoint; what the witness said; and `assay prove` on what was handed over, alone, in a process that
+begins with nothing (of an adapter: its base is opened and hashed for it). `--limit` ends a command that takes longer, and the row says so;
+`--look` shows what every process was doing meanwhile. Goals on an H200: 135M, three epochs of GSM8K, 45 s cold and 30 s warm, its proof
+4 s, 0.2 s a save; 8B LoRA, first step 45 s, its adapter's proof 10 s; 1.7B, 1 s a save.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pstats
@@ -28,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from stacks import looked_at, timeline
 
 from assay.model.families import hf_layout, to_foreign
 from assay.model.special_tokens import resolve_special_tokens
@@ -42,6 +46,11 @@ from assay.testing.tiny_models import tiny_config, tiny_tokenizer
 SHAPES = {  # vocabulary, width, depth, heads, key/value heads, head size, hidden, tied
     "tiny": (320, 64, 2, 4, 2, 16, 96, True), "135m": (49152, 576, 30, 9, 3, 64, 1536, True),
     "1.7b": (49152, 2048, 24, 32, 32, 64, 8192, True), "8b": (151936, 4096, 36, 32, 8, 128, 12288, False)}
+IMPORTED = """from assay.store.bytecode_cache import keep_bytecode
+kept = keep_bytecode()
+import torch, torch._dynamo, torch._inductor.compile_fx, assay.recipes.sft, assay.guard.proof
+import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama, peft
+import sys; print("the libraries' own folders" if kept is None and sys.pycache_prefix is None else "Assay's cache")"""
 NAMES, THINGS = ("Ann", "Ben", "Cleo", "Dan", "Eve"), ("apples", "books", "cards", "coins", "pens")
 
 
@@ -82,8 +91,11 @@ def command_time(arguments: list[str], environ: dict[str, str], log: Path, flags
     """Exit code (-9 where it was ended after --limit seconds), seconds in all, and seconds to the first line that tells of a step."""
     began, first, quiet = time.perf_counter(), None, flags.quiet
     profile = ["-m", "cProfile", "-o", f"{log}.profile"] if flags.profile else []
-    with log.open("w") as kept, subprocess.Popen([sys.executable, *profile, "-m", "assay", *arguments], env=os.environ | environ, text=True,
-                                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    looking = looked_at(log.with_suffix("")) if flags.look else contextlib.nullcontext(dict[str, str]())
+    since = time.time()
+    with looking as more, log.open("w") as kept, subprocess.Popen(
+            [sys.executable, *profile, "-m", "assay", *arguments], env=os.environ | environ | more, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         ending = threading.Timer(flags.limit, process.kill)
         ending.start()
@@ -94,10 +106,25 @@ def command_time(arguments: list[str], environ: dict[str, str], log: Path, flags
                 print(f"{now:8.2f}  {line}", end="", flush=True)
             if first is None and line.startswith("step ") and not line.startswith("step 0"):
                 first = now
+    seconds = time.perf_counter() - began
     ending.cancel()
+    if flags.look:
+        print(timeline(log.with_suffix(""), since), flush=True)
     if flags.profile and Path(f"{log}.profile").exists():
         pstats.Stats(f"{log}.profile").strip_dirs().sort_stats("cumulative").print_stats(40)
-    return process.returncode, time.perf_counter() - began, first
+    return process.returncode, seconds, first
+
+
+def import_all(environ: dict[str, str]) -> str:
+    """Imports of a proof, in a process of its own, twice: the first writes bytecode where the machine's libraries have none, as an
+    installation by pip does; the commands that follow have it."""
+    told = list[str]()
+    for _ in range(2):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", IMPORTED], env=os.environ | environ, text=True, capture_output=True)
+        told.append(f"{time.perf_counter() - began:.1f} s{'' if done.returncode == 0 else ' (' + done.stderr[-200:] + ')'}")
+    return f"imports of torch, its compiler, transformers and PEFT before the clock: {told[0]}, again {told[1]}; bytecode is kept in " \
+           f"{done.stdout.strip() or 'no cache'}"
 
 
 def told_by(run: Path) -> dict[str, str]:
@@ -127,6 +154,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2, help="the first without a compilation cache")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a command is ended")
     parser.add_argument("--profile", action="store_true", help="show where a command's own process spends its time; it takes longer so")
+    parser.add_argument("--look", action="store_true", help="look at every process's stacks 20 times a second, and print a timeline")
     parser.add_argument("--quiet", action="store_true", help="do not show what the command prints")
     parser.add_argument("--home", help="where to work; a temporary folder otherwise")
     flags, more = parser.parse_known_args()
@@ -135,6 +163,7 @@ def main() -> None:
     model = flags.model or str(random_model(home / "model", flags.shape, flags.device))
     data = flags.data or str(sums(home / "sums.jsonl", flags.rows))
     caches = {name: str(home / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    print(import_all(caches), flush=True)
     found = list[dict[str, str]]()
     for number in range(flags.runs):
         out = home / f"run-{number}"

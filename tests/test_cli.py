@@ -105,6 +105,32 @@ cli.main(["pretrain"])
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "", "")
 
 
+@pytest.mark.parametrize(("loaded", "taken_apart"), [(True, False), (False, True)])
+def test_a_large_program_is_not_taken_apart_but_ends_all_else(loaded, taken_apart):
+    """Its threads, what was registered to be called, what was printed, and its exit code are as ever."""
+    code = f"""
+import atexit, sys, threading, time, types
+from assay import cli
+
+class Told:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+def ending(argv):
+    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+    atexit.register(print, "called", end="")
+    if {loaded}:
+        sys.modules["torch"] = types.ModuleType("torch")
+    return 3
+
+told, cli._dispatch = Told(), ending
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout == "thread\ncalled" + ("taken apart\n" if taken_apart else "")
+
+
 def test_inspect_and_doctor_speak_json(tmp_path, capsys):
     from assay.verbs.demo.stages import build_and_save
 

@@ -17,7 +17,8 @@
 
 `step` gets {"role": "assistant", "content": …}, with "tool_calls" where the turn has some (OpenAI's layout, arguments as an object) and
 "faults", sentences, where one could not be read: a malformed call is the environment's to answer. What it raises is no reward: the
-episode becomes an error row. It runs in a process of its own (environment_process.py) and loads no torch.
+episode becomes an error row. One that has `close` is told when its episode is over. It runs in a process of its own
+(environment_process.py) and loads no torch.
 """
 
 import importlib
@@ -38,7 +39,7 @@ BUILT_IN = {"calculator": "assay.agents.environments.calculator:Calculator",
             "code": "assay.agents.environments.code_sandbox:CodeSandbox",
             "search": "assay.agents.environments.corpus_search:CorpusSearch",
             "game": "assay.agents.environments.sliding_tiles:SlidingTiles"}
-ADAPTERS = {"gym": "environment_adapters:GymEnvironment", "openenv": "environment_adapters:OpenEnvEnvironment",
+ADAPTERS = {"gym": "environment_adapters:GymEnvironment", "openenv": "openenv_environment:OpenEnvEnvironment",
             "verifiers": "verifiers_environment:VerifiersEnvironment"}
 
 

@@ -49,7 +49,9 @@ def _answered(make: Any, episodes: dict[str, Any], request: Mapping[str, Any]) -
         episodes[key] = make()
         return {"messages": checked_messages(episodes[key].reset(request["seed"]), "reset"), "reward": 0.0, "done": False}
     if do == "close":
-        episodes.pop(key, None)
+        made = episodes.pop(key, None)
+        if hasattr(made, "close"):
+            made.close()
         return {}
     if do == "drill":
         raise RuntimeError("this is a drill")

@@ -33,12 +33,13 @@ ABOVE_LEAST, FREE = 1e-3, 1e-5  # of the least cost: how far above it an update 
 
 @dataclass(frozen=True)
 class EditMethod:
-    """What the solve was told: λ of MEMIT; the share of text and the ridge of AlphaEdit."""
+    """What the solve was told: λ of MEMIT; the share of text and the ridge of AlphaEdit; whether each context's key is its own column."""
 
     name: Literal["memit", "alphaedit"]
     weight: float
     null_share: float
     ridge: float
+    each: bool = False
 
 
 @torch.no_grad()
@@ -97,8 +98,7 @@ def check_search(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]
     """Targets of some facts: their loss and probability come out again, none is longer than it may be, none stopped too early."""
     wrong, known = [], 0
     for fact, target in list(zip(facts, targets, strict=True))[:FACTS_AGAIN]:
-        places = [_subject_end(tokenizer, prefix + fact.prompt, len(prefix) + fact.start + len(fact.subject))
-                  for prefix in contexts.prefixes]
+        places = _places(tokenizer, contexts, fact)
         essence = _subject_end(tokenizer, f"{fact.subject} is a", len(fact.subject))
         if essence is None or any(place is None for place in places):
             continue
@@ -135,22 +135,46 @@ def _unlike_target(model: Transformer, places: Sequence[Place], essence: Place, 
          target.steps < options.steps and target.loss >= options.enough)) if so]
 
 
+@torch.no_grad()
+def check_tuned(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], contexts: Contexts, edited: EditResult) -> Verdict:
+    """Tuned facts, some of them: under the update each target's probability in all its contexts comes out again, one text at a time."""
+    wrong, known, nothing = [], 0, torch.zeros(model.config.width)
+    with contextlib.ExitStack() as added:
+        for name, tensor in edited.patch.replaced.items():
+            added.enter_context(_added(model, name, tensor.double() - model.get_parameter(name).detach().double()))
+        for fact, target in list(zip(facts, edited.targets, strict=True))[:FACTS_AGAIN]:
+            places, answer = _places(tokenizer, contexts, fact), tokenizer.encode(with_leading_space(fact.target))
+            if any(place is None for place in places):
+                continue
+            known += 1
+            found = math.exp(-math.fsum(_surprise(model, place, answer, 0, nothing) for place in places if place) / len(places))
+            if abs(found - target.probability) > SAME_TARGET:
+                wrong.append(f"{fact.name}: probability {found:.4f}, recorded {target.probability:.4f}")
+    if not known:
+        return unproven("search", "no subject ends where a token does, as far as decoding shows: no fact was scored again", optional=True)
+    if wrong:
+        return refuted("search", f"{len(wrong)} of {known} tuned facts are not as recorded: {'; '.join(wrong[:3])}", wrong=wrong)
+    return proven("search", f"{known} tuned facts have the probability that was recorded")
+
+
 def check_solution(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], contexts: Contexts, edited: EditResult,
                    moments: Mapping[int, Tensor], method: EditMethod) -> Verdict:
     """Every layer's update, in the order in which they were solved, costs no more than the least. ROME's is judged by `update`."""
     layers = sorted(moments)
-    places = [[_subject_end(tokenizer, prefix + fact.prompt, len(prefix) + fact.start + len(fact.subject)) for prefix in contexts.prefixes]
-              for fact in facts]
+    places = [_places(tokenizer, contexts, fact) for fact in facts]
     if any(place is None for of_fact in places for place in of_fact):
         return unproven("solution", "a subject does not end where a token does, as far as decoding shows: not solved again", optional=True)
-    if len(layers) * len(facts) * len(contexts.prefixes) > MOST_PASSES:
-        return _check_some_keys(model, places[:FACTS_AGAIN], contexts, edited, layers)
+    if len(layers) * sum(map(len, places)) > MOST_PASSES:
+        return _check_some_keys(model, places[:FACTS_AGAIN], edited, layers, method.each)
     goal_Dn = torch.stack([target.state for target in edited.targets], 1)
     worst = 0.0
     with contextlib.ExitStack() as added:
         for done, layer in enumerate(layers):
-            keys_Fn, states_Dn = _keys_and_states(model, places, contexts.weights(), layer, layers[-1])
+            keys_Fn, states_Dn = _keys_and_states(model, places, layer, layers[-1], method.each)
             residual_Dn = (goal_Dn - states_Dn) / (len(layers) - done)
+            if method.each:
+                residual_Dn = torch.stack([residual_Dn[:, number] * weight**0.5 for number, of_fact in enumerate(places)
+                                           for weight in _weights(len(of_fact))], 1)
             penalty, keys_Fn = _penalty(moments[layer], keys_Fn, method)
             name, delta = _update(edited, layer)
             worst = max(worst, _above_least(delta, residual_Dn, keys_Fn, penalty))
@@ -159,14 +183,14 @@ def check_solution(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fac
     return (proven if worst <= ABOVE_LEAST else refuted)("solution", words, above=worst)
 
 
-def _check_some_keys(model: Transformer, places: "Sequence[Sequence[Place | None]]", contexts: Contexts, edited: EditResult,
-                     layers: Sequence[int]) -> Verdict:
+def _check_some_keys(model: Transformer, places: "Sequence[Sequence[Place | None]]", edited: EditResult, layers: Sequence[int],
+                     each: bool) -> Verdict:
     """Where all facts in all contexts would take too long: the keys of a few, under the updates of the layers before."""
     worst = 0.0
     with contextlib.ExitStack() as added:
         for layer in layers:
-            due, _ = _keys_and_states(model, places, contexts.weights(), layer, layers[-1])
-            worst = max(worst, float((edited.keys[layer][:, : len(places)] - due).norm() / due.norm()))
+            due, _ = _keys_and_states(model, places, layer, layers[-1], each)
+            worst = max(worst, float((edited.keys[layer][:, : due.shape[1]] - due).norm() / due.norm()))
             added.enter_context(_added(model, *_update(edited, layer)))
     words = f"the keys of {len(places)} facts in {len(layers)} layers, each text alone, differ by {worst:.1e}, bound {SAME_MOMENTS:g}"
     return (proven if worst <= SAME_MOMENTS else refuted)("solution", words, apart=worst)
@@ -216,6 +240,13 @@ def _subject_end(tokenizer: Tokenizer, text: str, stop: int) -> Place | None:
     return None
 
 
+def _places(tokenizer: Tokenizer, contexts: Contexts, fact: Fact) -> list[Place | None]:
+    """The bare prompt, the prompt after each prefix, and the rephrasings."""
+    after_prefixes = [_subject_end(tokenizer, prefix + fact.prompt, len(prefix) + fact.start + len(fact.subject))
+                      for prefix in contexts.prefixes]
+    return after_prefixes + [_subject_end(tokenizer, said.prompt, said.start + len(fact.subject)) for said in fact.rephrasings]
+
+
 def _row(model: Transformer, ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(ids)], device=model.embed.weight.device)
 
@@ -238,15 +269,21 @@ def _state(model: Transformer, ids: Sequence[int], at: int, layer: int) -> Tenso
 
 
 @torch.no_grad()
-def _keys_and_states(model: Transformer, places: Sequence[Sequence[Place | None]], weights: Tensor, layer: int,
-                     top: int) -> tuple[Tensor, Tensor]:
+def _keys_and_states(model: Transformer, places: Sequence[Sequence[Place | None]], layer: int, top: int,
+                     each: bool) -> tuple[Tensor, Tensor]:
     keys, states = [], []
     for of_fact in places:
         known = [place for place in of_fact if place is not None]
-        keys.append(sum((_keys(model, _row(model, ids), [layer])[layer][at] * float(weight)
-                         for (ids, at), weight in zip(known, weights, strict=True)), torch.zeros(1, dtype=torch.float64)))
+        seen = [_keys(model, _row(model, ids), [layer])[layer][at] for ids, at in known]
+        weighed = list(zip(seen, _weights(len(known)), strict=True))
+        keys += [key * weight**0.5 for key, weight in weighed] if each else [
+            sum((key * weight for key, weight in weighed), torch.zeros(1, dtype=torch.float64))]
         states.append(_state(model, *known[0], top))
     return torch.stack(keys, 1), torch.stack(states, 1)
+
+
+def _weights(contexts: int) -> list[float]:
+    return [0.5, *[0.5 / (contexts - 1)] * (contexts - 1)] if contexts > 1 else [1.0]
 
 
 def _with_delta(model: Transformer, ids: Sequence[int], at: int, layer: int, delta: Tensor) -> Tensor:

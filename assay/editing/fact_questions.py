@@ -10,6 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from assay.editing.block_hooks import padded
 from assay.editing.facts import Fact
 from assay.editing.subject_tokens import answer_ids, encode_prompt
 from assay.generate.engine import generate
@@ -39,12 +42,13 @@ class FactQuestion:
 
 @dataclass(frozen=True)
 class FactReply:
-    """Mean surprise per token (nats) of both answers, and the first words that the model says by itself."""
+    """Mean surprise per token (nats) of both answers, the first words that the model says by itself, and the answer's rank."""
 
     question: FactQuestion
     answer_nll: float | None
     other_nll: float | None
     said: str
+    rank: int | None = None  # of the answer's first token among all that could follow; 1: the likeliest
 
     @property
     def prefers(self) -> bool | None:
@@ -57,6 +61,11 @@ class FactReply:
     def says(self) -> bool | None:
         """What was generated begins with the answer, whole."""
         return None if self.question.answer is None else begins_with(self.said, self.question.answer)
+
+    @property
+    def says_other(self) -> bool | None:
+        """What was generated begins with the other answer: before an edit, of its own questions, the old one."""
+        return None if self.question.other is None else begins_with(self.said, self.question.other)
 
 
 def begins_with(said: str, answer: str) -> bool:
@@ -81,7 +90,24 @@ def ask_questions(model: Transformer, tokenizer: Tokenizer, asked: Sequence[Fact
     others = answer_surprises(model, tokenizer, [(q.prompt, q.other) for q in asked])
     lengths = [len(answer_ids(tokenizer, q.answer or q.other or "x")) for q in asked]
     said = greedy_texts(model, tokenizer, [q.prompt for q in asked], max(lengths, default=1) + BEYOND, stop_ids)
-    return [FactReply(*parts) for parts in zip(asked, answers, others, said, strict=True)]
+    ranks = first_ranks(model, tokenizer, [(q.prompt, q.answer) for q in asked])
+    return [FactReply(*parts) for parts in zip(asked, answers, others, said, ranks, strict=True)]
+
+
+@torch.no_grad()
+def first_ranks(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str | None]]) -> list[int | None]:
+    """The place of each answer's first token among all that could follow its prompt; None where there is no answer."""
+    asked = [(i, encode_prompt(tokenizer, prompt), answer_ids(tokenizer, answer)[0]) for i, (prompt, answer) in enumerate(pairs) if answer]
+    asked.sort(key=lambda one: len(one[1]))  # like lengths together: little padding
+    found: dict[int, int] = {}
+    for start in range(0, len(asked), _at_once(model)):
+        numbers, prompts, tokens = zip(*asked[start : start + _at_once(model)], strict=True)
+        ids, documents = padded(prompts, model.embed.weight.device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
+        logits = model.logits(model.hidden(ids, documents=documents)[torch.arange(len(prompts), device=ids.device), last]).float()
+        due = torch.tensor(tokens, device=ids.device)
+        found |= zip(numbers, ((logits > logits.gather(-1, due[:, None])).sum(-1) + 1).tolist(), strict=True)
+    return [found.get(i) for i in range(len(pairs))]
 
 
 def answer_surprises(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str | None]]) -> list[float | None]:

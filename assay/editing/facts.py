@@ -27,6 +27,14 @@ class SideQuestion:
 
 
 @dataclass(frozen=True)
+class Rephrasing:
+    """A fact's question in other words, with the subject at `start`: its target is sought in it too, and it is never evaluated."""
+
+    prompt: str
+    start: int
+
+
+@dataclass(frozen=True)
 class Fact:
     """`prompt[start:start + len(subject)]` is the subject; `target` is what shall follow, `old` what followed so far."""
 
@@ -39,6 +47,8 @@ class Fact:
     paraphrases: tuple[str, ...] = ()
     neighbourhood: tuple[SideQuestion, ...] = ()
     portability: tuple[SideQuestion, ...] = ()
+    rephrasings: tuple[Rephrasing, ...] = ()
+    relation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,18 @@ def read_facts(path: Path, first: int | None = None) -> tuple[list[Fact], list[R
     return facts, refused
 
 
-def make_fact(name: str, prompt: str, subject: str, target: str, **more: Any) -> Fact:
+def make_fact(name: str, prompt: str, subject: str, target: str, rephrasings: Iterable[str] = (), **more: Any) -> Fact:
     """The one way to a Fact: a template is filled, spaces around the parts go, the subject is found or the fact refused."""
     subject, target = subject.strip(), target.strip()
     if not subject or not target:
         raise DataError(f"{name}: the {'target' if subject else 'subject'} is empty")
+    prompt, start = filled_template(prompt, subject, name)
+    others = tuple(Rephrasing(*filled_template(other, subject, name)) for other in rephrasings)
+    return Fact(name, prompt, subject, start, target, rephrasings=others, **more)
+
+
+def filled_template(prompt: str, subject: str, name: str) -> tuple[str, int]:
+    """The prompt with the subject in it, without spaces around it, and where the subject starts."""
     if "{}" in prompt:
         if prompt.count("{}") > 1:
             raise DataError(f"{name}: the template {prompt!r} has {prompt.count('{}')} places for the subject; expected one")
@@ -79,7 +96,7 @@ def make_fact(name: str, prompt: str, subject: str, target: str, **more: Any) ->
     else:
         start = last_occurrence(prompt, subject, name)
     stripped = prompt.rstrip()  # the answer brings its own space: a space left at the end would be a token of its own
-    return Fact(name, stripped.lstrip(), subject, start - (len(stripped) - len(stripped.lstrip())), target, **more)
+    return stripped.lstrip(), start - (len(stripped) - len(stripped.lstrip()))
 
 
 def last_occurrence(text: str, subject: str, name: str) -> int:
@@ -126,7 +143,7 @@ def _counterfact(row: Mapping[str, Any]) -> dict[str, Any]:
     asked = row["requested_rewrite"]
     old = asked["target_true"]["str"].strip()
     return {"prompt": asked["prompt"], "subject": asked["subject"], "target": asked["target_new"]["str"], "old": old,
-            "paraphrases": _prompts(row.get("paraphrase_prompts", ())),
+            "relation": asked.get("relation_id"), "paraphrases": _prompts(row.get("paraphrase_prompts", ())),
             "neighbourhood": tuple(_asked(prompt, old) for prompt in row.get("neighborhood_prompts", ()))}
 
 
@@ -148,7 +165,7 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     old = row.get("old")
     return {"prompt": row["prompt"], "subject": row["subject"], "target": row["target"], "old": old.strip() if old else None,
             "paraphrases": _prompts(row.get("paraphrases", ())), "neighbourhood": asked("neighbourhood"),
-            "portability": asked("portability")}
+            "portability": asked("portability"), "rephrasings": _prompts(row.get("rephrasings", ())), "relation": row.get("relation")}
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:

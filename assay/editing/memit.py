@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from assay.editing.block_hooks import down_projection_name
-from assay.editing.contexts import Contexts, averaged_keys
+from assay.editing.contexts import Contexts, averaged_keys, context_weights, weighed_keys
 from assay.editing.facts import Fact
 from assay.editing.solve import Factors, as_low_rank, moment_penalty, null_space_projector, solve_alphaedit, solve_memit, solve_rome
 from assay.editing.targets import Target, TargetOptions, find_targets
@@ -44,8 +44,11 @@ def memit(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layer
 
 def spread_over_layers(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], targets: list[Target], layers: Sequence[int],
                        solve: Solver,
-                       contexts: Contexts, *, parent: str | None) -> EditResult:
-    """First layer to last, each takes its share of what is missing now, after those before it. Targets are of the last layer."""
+                       contexts: Contexts, *, parent: str | None, each: bool = False) -> EditResult:
+    """First layer to last, each takes its share of what is missing now, after those before it. Targets are of the last layer.
+
+    `each`: the key of every context is a column of its own, and not their average: the update must say the same after all of them.
+    """
     layers = checked_layers(model, layers)
     top = layers[-1]
     spans = [contexts.spans(tokenizer, fact) for fact in facts]
@@ -53,14 +56,22 @@ def spread_over_layers(model: Transformer, tokenizer: Tokenizer, facts: Sequence
     kept: dict[int, Tensor] = {}
     for done, layer in enumerate(layers):
         with patched(model, Patch(None, parts)):
-            kept[layer], states_Dn = averaged_keys(model, spans, contexts.weights(), layer, top)
+            kept[layer], states_Dn = (weighed_keys if each else averaged_keys)(model, spans, layer, top)
         missing_Dn = _columns(targets) - states_Dn
+        if each:
+            missing_Dn = repeated_residuals(missing_Dn, [len(of_fact) for of_fact in spans])
         parts[down_projection_name(layer)] = (as_low_rank(solve(layer, missing_Dn / (len(layers) - done), kept[layer])),)
     with patched(model, Patch(None, parts)):
-        _, states_Dn = averaged_keys(model, [of_fact[:1] for of_fact in spans], torch.ones(1, dtype=torch.float64), top, top)
+        _, states_Dn = averaged_keys(model, [of_fact[:1] for of_fact in spans], top, top)
     lacking = (_columns(targets) - states_Dn).norm(dim=0)
     reached = [1 - float(lack / target.delta.norm().clamp(min=1e-12)) for lack, target in zip(lacking, targets, strict=True)]
     return EditResult(Patch(parent, parts), targets, kept, reached)
+
+
+def repeated_residuals(missing_Dn: Tensor, contexts: Sequence[int]) -> Tensor:
+    """(D, m) each fact's residual for each of its contexts, by the root of its weight."""
+    roots = [context_weights(count).sqrt() for count in contexts]
+    return torch.cat([missing_Dn[:, number, None] * of_fact for number, of_fact in enumerate(roots)], 1)
 
 
 def memit_solver(moments: Mapping[int, Tensor], weight: float, earlier: Mapping[int, Tensor] | None = None) -> Solver:
@@ -117,7 +128,7 @@ def rome(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers
     for fact in facts:
         with patched(model, _patch(None, layer, parts)):
             target = find_targets(model, tokenizer, [fact], contexts, layer, options)[0]
-            keys_Fn, _ = averaged_keys(model, [contexts.spans(tokenizer, fact)], contexts.weights(), layer, layer)
+            keys_Fn, _ = averaged_keys(model, [contexts.spans(tokenizer, fact)], layer, layer)
         factors = solve_rome(target.delta, keys_Fn[:, 0], moments[layer])
         parts.append(as_low_rank(factors))
         targets.append(target)

@@ -67,7 +67,8 @@ def leading_special_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def placeable_facts(tokenizer: Tokenizer, facts: Sequence[Fact]) -> tuple[list[Fact], list[RefusedFact]]:
     """The facts whose subject this tokenizer can place and whose answers it can say, and the others by name."""
     def place(fact: Fact) -> None:
-        locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
+        for prompt, start in ((fact.prompt, fact.start), *((said.prompt, said.start) for said in fact.rephrasings)):
+            locate_subject(tokenizer, prompt, start, fact.subject, fact.name)
         for answer in (fact.target, fact.old, *(asked.answer for asked in (*fact.neighbourhood, *fact.portability))):
             if answer is not None:
                 answer_ids(tokenizer, answer)

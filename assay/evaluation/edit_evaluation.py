@@ -74,6 +74,9 @@ def edit_estimates(before: EditedReplies, after: EditedReplies) -> dict[str, Est
             for way in ("prefers", "says"):
                 if (estimate := reply_rate(examined.of(kind), way)) is not None:
                     found[f"{kind}, {'likelier' if way == 'prefers' else 'generated'}, {when}"] = estimate
+            if kind in ("efficacy", "paraphrase") and (ranks := reciprocal_ranks(examined.of(kind))) is not None:
+                found[f"{kind}, reciprocal rank, {when}"] = ranks
+    found |= answered_paraphrases(before, after)
     if (kept := unmoved(before, after)) is not None:
         found["neighbourhood, says the same as before"] = kept
     if len(before.fluency) > 1:
@@ -90,6 +93,29 @@ def reply_rate(replies: Sequence[FactReply], way: str) -> Estimate | None:
         return None
     values, facts = zip(*known, strict=True)
     return _rate(values, facts)
+
+
+def reciprocal_ranks(replies: Sequence[FactReply]) -> Estimate | None:
+    """1 where the answer's first token is the likeliest of all, a half where it is the second; the unit is the fact."""
+    known = [(1 / reply.rank, reply.question.fact) for reply in replies if reply.rank is not None]
+    if len({fact for _, fact in known}) < 2:
+        return None
+    values, facts = zip(*known, strict=True)
+    return clustered_rate(values, facts)
+
+
+def answered_paraphrases(before: EditedReplies, after: EditedReplies) -> dict[str, Estimate]:
+    """How often the unedited model gives the old answer to a paraphrase: one that asks something else gets no new answer either. And how
+    often the new one follows those to which it gave the old."""
+    pairs = [(was, now) for was, now in zip(before.of("paraphrase"), after.of("paraphrase"), strict=True) if was.says_other is not None]
+    if not pairs:
+        return {}
+    found = {"paraphrase, old answer generated, before": _rate([bool(was.says_other) for was, _ in pairs], [was.question.fact
+                                                                                                         for was, _ in pairs])}
+    if answered := [now for was, now in pairs if was.says_other]:
+        found["paraphrase, generated, after, where the old answer was"] = _rate([bool(now.says) for now in answered],
+                                                                                [now.question.fact for now in answered])
+    return found
 
 
 def _rate(values: Sequence[bool], facts: Sequence[str]) -> Estimate:

@@ -55,7 +55,18 @@ def _unlike_reply(model: Transformer, tokenizer: Tokenizer, reply: FactReply, st
             wrong.append(f"{asked.prompt!r} → {answer!r} costs {due} nats a token, recorded {recorded}")
     if (said := _greedy(model, tokenizer, prompt, reply.said, stop_ids)) is not None:
         wrong.append(f"{asked.prompt!r} goes on with {said!r}, recorded {reply.said!r}")
-    return wrong
+    return wrong + _unlike_rank(model, tokenizer, prompt, reply)
+
+
+def _unlike_rank(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], reply: FactReply) -> list[str]:
+    """Tokens as likely as the answer's first, within rounding, may stand before it or after it."""
+    if reply.rank is None or not reply.question.answer:
+        return []
+    logits = _next_logits(model, prompt)
+    own = logits[tokenizer.encode(with_leading_space(reply.question.answer))[0]]
+    best, worst = (int((logits > own + shift).sum()) + 1 for shift in (CLOSE_CALL, -CLOSE_CALL))
+    return [] if best <= reply.rank <= worst else [
+        f"{reply.question.prompt!r} → {reply.question.answer!r} has rank {best}, recorded {reply.rank}"]
 
 
 def _unlike_fluency(model: Transformer, tokenizer: Tokenizer, found: EditedReplies, stop_ids: Collection[int]) -> list[str]:
@@ -142,9 +153,28 @@ def _scores(before: EditedReplies, after: EditedReplies) -> dict[str, list[tuple
     for was, now in zip(before.replies, after.replies, strict=True):
         if was.question.kind == "neighbourhood":
             found.setdefault("neighbourhood, says the same as before", []).append((was.question.fact, float(was.said == now.said)))
+    for name, scores in _ranks_and_old_answers(before, after).items():
+        if len({fact for fact, _ in scores}) > 1 or not name.endswith(("rank, before", "rank, after")):
+            found[name] = scores
     for when, entropies in (("before", before.fluency), ("after", after.fluency)):
         if len(entropies) > 1:
             found[f"fluency (bits), {when}"] = [(str(place), bits) for place, bits in enumerate(entropies)]
+    return found
+
+
+def _ranks_and_old_answers(before: EditedReplies, after: EditedReplies) -> dict[str, list[tuple[str, float]]]:
+    found: dict[str, list[tuple[str, float]]] = {}
+    for when, replies in (("before", before.replies), ("after", after.replies)):
+        for reply in replies:
+            if reply.rank is not None and reply.question.kind in ("efficacy", "paraphrase"):
+                found.setdefault(f"{reply.question.kind}, reciprocal rank, {when}", []).append((reply.question.fact, 1 / reply.rank))
+    for was, now in zip(before.replies, after.replies, strict=True):
+        if was.question.kind == "paraphrase" and (old := was.question.other) is not None:
+            said = _begins(was.said, old)
+            found.setdefault("paraphrase, old answer generated, before", []).append((was.question.fact, said))
+            if said:
+                found.setdefault("paraphrase, generated, after, where the old answer was", []).append((was.question.fact,
+                                                                                                      _generated(now) or 0.0))
     return found
 
 
@@ -153,10 +183,12 @@ def _likelier(reply: FactReply) -> float | None:
 
 
 def _generated(reply: FactReply) -> float | None:
-    if (answer := reply.question.answer) is None:
-        return None
+    return None if reply.question.answer is None else _begins(reply.said, reply.question.answer)
+
+
+def _begins(said: str, answer: str) -> float:
     end = r"(?![^\W_])" if answer[-1:].isalnum() else ""
-    return float(re.match(rf"\s*{re.escape(answer)}{end}", reply.said) is not None)
+    return float(re.match(rf"\s*{re.escape(answer)}{end}", said) is not None)
 
 
 def _unlike_scores(name: str, scores: Sequence[tuple[str, float]], printed: Estimate | None) -> str | None:

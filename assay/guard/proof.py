@@ -27,7 +27,7 @@ import torch
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.guard.artifact_checks import check_fields, check_hashes, check_lineage, check_loaded, check_tokenizer, check_values
 from assay.guard.behaviour_checks import check_answers, check_consumer, check_generations, check_health
-from assay.guard.kept_artifacts import WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
+from assay.guard.kept_artifacts import MUCH_OF_GPU, WORKSPACE, KeptArtifacts, fp32_bytes, gpu_turn, proof_device
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
     CORES_A_PROOF,
@@ -48,6 +48,7 @@ from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_check
 from assay.store.export_artifact import rounding_bound
 from assay.store.safetensors_files import tensor_bytes
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
+from assay.witness.due_looks import LOOKS
 
 PROOF_CHECKS: tuple[Callable[[ProofSubject], Verdict], ...] = (
     check_hashes, check_loaded, check_values, check_fields, check_tokenizer, check_answers, check_lineage, check_consumer,
@@ -56,6 +57,7 @@ OTHER_LIBRARY = "consumer"
 WARM_LIBRARIES = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft")
 PROOF_TIMEOUT = 1800.0
 _REPLAY_WORKSPACE = 8 << 30  # bytes of a GPU
+REHEARSED = 8  # bytes of a GPU, at the most, that a rehearsal takes for one of its model's file
 SHORT_LOOP = 60.0  # seconds: a loop on a GPU that is over by then is proven afterwards
 _LOOK_AGAIN = 0.1  # seconds
 ENDED_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP}  # says nothing about the artifact
@@ -142,10 +144,14 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
                      timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
                      records: Sequence[Path] = (), apart: bool = False) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
-    led to it, kept for the witness. `apart`: in two processes."""
+    led to it, kept for the witness, who replays them meanwhile where a process waits for that. `apart`: in two processes."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
-    verdicts = [*(prove_apart(request, timeout=timeout) if apart else prove(request, timeout=timeout, beside=beside)),
-                *(ask_witness(records, probing.device, beside=beside, headroom=headroom) if records else ())]
+    replay = partial(ask_witness, records, probing.device, beside=beside, headroom=headroom)
+    with ThreadPoolExecutor(1, "witness") as other:
+        meanwhile = other.submit(replay) if records and not beside and PROVING_PROCESSES.idle > 1 else None  # a process waits for each
+        verdicts = prove_apart(request, timeout=timeout) if apart else prove(request, timeout=timeout, beside=beside)
+        if records:
+            verdicts += replay() if meanwhile is None else meanwhile.result()
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
         checkpoint = open_checkpoint(folder, verify=not hashed)
@@ -175,7 +181,7 @@ def ask_witness(records: Sequence[Path], device: str = "cpu", *, timeout: float 
 
 def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> None:
     if overall(without_optional(verdicts)) is Outcome.PROVEN:
-        silent = [verdict for verdict in verdicts if verdict.check == "witness" and verdict.outcome is Outcome.UNPROVEN]
+        silent = [verdict for verdict in verdicts if verdict.check in ("witness", LOOKS) and verdict.outcome is Outcome.UNPROVEN]
         write_hallmark(checkpoint, without_optional(verdicts), unproven=silent)
     elif overall(without_optional(verdicts)) is Outcome.REFUTED:
         quarantine_checkpoint(checkpoint, verdicts)
@@ -201,6 +207,15 @@ class Prover:
     def start_early(self, device: str = "cpu") -> None:
         """Processes that are ready for the first proofs, where there are cores for them now."""
         PROVING_PROCESSES.start_early(proof_threads(beside=False), device, processes_early())
+
+    def rehearse(self, model: Path, probing: ProofSampling, headroom: int = 0) -> None:
+        """The processes that wait prove the model that a run begins with, against itself, while the run gets ready; nobody reads what
+        they find. Where its proofs would take much of the GPU they do not: the run comes first."""
+        stored = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
+        if not 0 < stored <= torch.cuda.mem_get_info(probing.device)[1] // (REHEARSED * MUCH_OF_GPU):
+            return
+        request = ProofRequest(str(model), against=str(model), expect="moved", probing=probing, headroom=headroom)
+        PROVING_PROCESSES.rehearse(asdict(request) | {"threads": proof_threads(beside=True)}, PROOF_TIMEOUT)
 
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
               beside: bool = True, headroom: int = 0, records: Sequence[Path] = ()) -> None:
@@ -404,30 +419,36 @@ def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
     os.chdir(fields.pop("folder"))
     torch.set_num_threads(fields.pop("threads"))
     if "records" in fields:
-        return {"verdicts": [_replayed(fields["records"], fields["device"], fields["headroom"]).to_json()]}
+        looks = [record for record in fields["records"] if Path(record).name.startswith("eval-")]
+        steps = [record for record in fields["records"] if record not in looks]
+        return {"verdicts": [_replayed(check, kept_of, fields["device"], fields["headroom"]).to_json()
+                             for check, kept_of in (("witness", steps), (LOOKS, looks)) if kept_of]}
     try:
         return {"verdicts": [verdict.to_json() for verdict in examine_artifact(ProofRequest.from_fields(fields), kept)]}
     except AssayError as error:
         return {"refused": str(error)}
 
 
-def _replayed(records: Sequence[str], asked: str, headroom: int) -> Verdict:
-    """What the witness says. One that dies has not spoken, and a sound run must not fall with it. What was kept for a GPU's replay
-    would take hours elsewhere."""
+def _replayed(check: str, records: Sequence[str], asked: str, headroom: int) -> Verdict:
+    """What the witness says of kept steps, or of kept evaluations. One that dies has not spoken, and a sound run must not fall with it.
+    What was kept for a GPU's replay would take hours elsewhere."""
+    from assay.witness.due_looks import judge_looks
     from assay.witness.replay import replay_steps
 
     folders = [Path(record) for record in records]
     try:
         device, why = proof_device(asked, max(map(_replay_bytes, folders)), headroom)
         if device != asked:
-            return unproven("witness", f"{len(folders)} kept step(s) were not replayed: {why}", optional=True)
-        return replay_steps(folders, device)
+            return unproven(check, f"{len(folders)} record(s) were not replayed: {why}", optional=True)
+        return judge_looks(folders, device) if check == LOOKS else replay_steps(folders, device)
     except Exception as error:
-        return unproven("witness", f"the witness itself died: {type(error).__name__}: {error}", optional=True)
+        return unproven(check, f"the witness itself died: {type(error).__name__}: {error}", optional=True)
 
 
 def _replay_bytes(record: Path) -> int:
-    """Of a GPU: the record, gradients in double precision, and the logits of a few texts."""
+    """Of a GPU: the record, gradients in double precision, and the logits of a few texts; of an evaluation, its model in fp32."""
+    if record.name.startswith("eval-"):
+        return 4 * int(json.loads((record / "record.json").read_text())["parameters"]) + _REPLAY_WORKSPACE
     return 3 * sum(file.stat().st_size for file in record.iterdir()) + _REPLAY_WORKSPACE
 
 

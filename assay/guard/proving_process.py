@@ -2,6 +2,8 @@
 
 Starting one costs its imports and a CUDA context, which is most of a small proof. So a run keeps its processes until it ends. What a
 kept process remembers between two proofs, it says in the proof; one that died or hung is gone, and the proof is made anew elsewhere.
+A rehearsal is a proof that counts for nothing, of the model that a run begins with: kernels are compiled for it and libraries loaded, and
+what was opened for it stays open, before anybody waits for a proof.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from assay.json_child import JsonChild
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CORES_A_PROOF = 4  # a proof beside a loop takes one of so many cores
-MOST_PROOFS = 3  # at a time
+MOST_PROOFS = 4  # at a time: a short run has as many checkpoints
 WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is started before anybody has asked torch for devices
 LIBRARIES = "libraries"  # are imported early, which takes longer than all else
 GPU_TO_ITSELF = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
@@ -38,8 +40,10 @@ def proof_threads(beside: bool) -> int:
 
 
 def processes_early() -> int:
-    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later."""
-    return max(0, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF - 1))
+    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later; with many, as many
+    as there are proofs at a time."""
+    at_once = usable_cores() // CORES_A_PROOF
+    return MOST_PROOFS if at_once >= MOST_PROOFS else max(0, at_once - 1)
 
 
 class ProvingProcess(JsonChild):
@@ -90,8 +94,9 @@ class KeptProcesses:
 
     def __init__(self) -> None:
         self._idle: list[ProvingProcess] = []
+        self._rehearsing: list[ProvingProcess] = []
         self._keepers = 0
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -103,10 +108,17 @@ class KeptProcesses:
             with self._changing:
                 self._keepers -= 1
                 ended, self._idle = ([], self._idle) if self._keepers else (self._idle, [])
+                for process in [] if self._keepers else self._rehearsing:
+                    process.kill()  # whoever waits for it gets no answer, and stops it
             for process in ended:
                 process.kill()
             for process in ended:
                 process.stop()
+
+    @property
+    def idle(self) -> int:
+        """How many wait."""
+        return len(self._idle)
 
     def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True, alone: bool = False) -> None:
         """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`."""
@@ -114,9 +126,33 @@ class KeptProcesses:
             while self._keepers and len(self._idle) < count:
                 self._idle.append(ProvingProcess(threads, device, libraries=libraries, alone=alone))
 
-    def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
-        """One that waits, with other libraries where they will be needed, and the one that knows most; else a new one."""
+    def rehearse(self, request: Mapping[str, Any], seconds: float) -> None:
+        """All that wait now answer a request of which nobody reads the answer, each beside whatever else goes on."""
         with self._changing:
+            chosen, self._idle = self._idle, []
+            self._rehearsing += chosen
+        for process in chosen:
+            threading.Thread(target=self._rehearse, args=(process, request, seconds), name="rehearse", daemon=True).start()
+
+    def _rehearse(self, process: ProvingProcess, request: Mapping[str, Any], seconds: float) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):
+                process.answer(request, seconds)
+        finally:
+            with self._changing:
+                self._rehearsing.remove(process)
+                self._changing.notify_all()
+                kept = bool(self._keepers) and process.alive
+                self._idle += [process] if kept else []
+            if not kept:
+                process.stop()
+
+    def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
+        """One that waits, with other libraries where they will be needed, and the one that knows most; one that is rehearsing, when it has
+        done so; else a new one."""
+        with self._changing:
+            while not self._idle and self._rehearsing:
+                self._changing.wait()
             while self._idle:
                 order = [(process.libraries == libraries, process.asked) for process in self._idle]
                 process = self._idle.pop(max(range(len(order)), key=lambda place: order[place]))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from assay.errors import GuardStop
 from assay.generate.sampler_weights import tensor_checksums
 from assay.guard import series_checks
-from assay.learn import loop
+from assay.learn import loop, low_bit_adamw
 from assay.learn.loop import Step
 from assay.learn.lr_schedule import Multiplier
 from assay.learn.objectives import averages
@@ -31,6 +31,7 @@ _SAMPLE = 2048  # elements of each tensor that are watched, spread evenly over i
 LEARNING_SHARE = 0.1  # multiplier of the peak rate below which steps may be too small to be told from rounding
 SURE_MOVES, LEAST_QUOTIENT = 30.0, 0.2  # moves that cannot all fail by chance; of an update to its rate, on average
 STEP_ROOM = 8.0  # of a rate: what lies farther apart than that is never crossed by one update, nearest rounding loses all of them
+CODED_BLOCKS, CODED_ERROR = 10, 0.01  # sizes of known moments, a decade apart; of the largest of a block, more than half a level
 MOVED = 0.5  # share of a matrix's watched elements that an update must change: rounding may swallow a few, not most
 
 
@@ -164,6 +165,27 @@ class UpdateAccount:
     def _matrices(self) -> set[str]:
         """But for embeddings, of which a step moves only the rows that its tokens used."""
         return {name for name, p in self.model.named_parameters() if p.dim() == 2 and not {"embed", "position"} & set(name.split("."))}
+
+
+def check_coded_moments(optimizer: torch.optim.Optimizer) -> list[Verdict]:
+    """Of moments in 8 bits: known values of ten sizes, coded and read back where the optimizer keeps its own, are what they were as near
+    as the codes' levels lie; with another block's scale they would be a decade off. Nothing for other optimizers."""
+    if not isinstance(optimizer, low_bit_adamw.LowBitAdamW) or not optimizer.coded:
+        return []
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    count = CODED_BLOCKS * low_bit_adamw.MOMENTS_A_SCALE - 3  # the last block is not full
+    place = torch.arange(count, device=device)
+    sizes = 10.0 ** -(place // low_bit_adamw.MOMENTS_A_SCALE).float()
+    worst = 0.0
+    for signed in (True, False):
+        values = sizes * (place.float().cos() if signed else place.float().cos().abs())
+        read = low_bit_adamw.decode_moments(*low_bit_adamw.encode_moments(values, signed), values.shape, signed)
+        worst = max(worst, float(((read - values).abs() / sizes).max()))
+    words = f"{2 * count:,} known moments of {CODED_BLOCKS} sizes come back from 8 bits within {worst:.2%} of the largest beside them"
+    if not worst <= CODED_ERROR:
+        return [refuted("moments", f"{words}, bound {CODED_ERROR:.0%}: codes are read with another scale or map than they were made with; "
+                                   "train with --optim adamw", worst=worst)]
+    return [proven("moments", words, worst=worst)]
 
 
 def check_steps(optimizer: torch.optim.Optimizer, taken: int) -> Verdict:

@@ -121,7 +121,8 @@ def check_trajectory_weights(batch: Batch, trajectories: Sequence[Trajectory], c
 
 def check_episode_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[float | None],
                           given: Mapping[str, Sequence[float]]) -> Verdict:
-    """Each episode's reward is the sum of what its environment gave, each step once; an error has none. `given` is the pool's record."""
+    """Each episode's reward is the sum of what its environment gave, each step once; an error has none. `given` is the pool's record, or
+    a server's, in which what was never paid does not stand."""
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         name = trajectory.episode
         if trajectory.error is not None:
@@ -129,9 +130,12 @@ def check_episode_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[
                 return refuted("episode_rewards", f"episode {name} ended with an error ({trajectory.error}) and has a reward of "
                                f"{reward:g}: an error is no reward", episode=name)
             continue
-        due = sum(given[name])
+        if name not in given and reward is not None:
+            return refuted("episode_rewards", f"episode {name} was given no reward and is learned from with {reward:g}: unknown is not 0",
+                           episode=name)
+        due = sum(given.get(name, ()))
         if reward is None or abs(reward - due) > 1e-9 * max(1.0, abs(due)):
-            return refuted("episode_rewards", f"episode {name} was given {len(given[name])} rewards that add up to {due:g}, and is learned "
+            return refuted("episode_rewards", f"episode {name} was given rewards that add up to {due:g}, and is learned "
                            f"from with {reward}: a reward was lost, or counted twice", episode=name)
     return proven("episode_rewards", f"{len(trajectories)} episodes have the rewards that their environments gave",
                   episodes=len(trajectories))

@@ -3,8 +3,10 @@
 import contextlib
 import contextvars
 import gc
+import importlib
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +20,8 @@ from assay.model.quantised import is_code, register_quantised_product
 from assay.model.transformer import Transformer
 
 _EAGER = contextvars.ContextVar("eager", default=False)
+_COMPILER = "torch._inductor.compile_fx"  # imports all that compiles, and starts the processes that compile beside each other
+_LOADING = list[threading.Thread]()
 
 
 @contextlib.contextmanager
@@ -49,11 +53,25 @@ def require_device(device: str) -> str:
     return device
 
 
+def load_compiler_beside(device: str) -> None:
+    """Where a model will be compiled: torch's compiler is imported in a thread, which takes seconds, while weights and data are read."""
+    if device.startswith("cuda") and _COMPILER not in sys.modules and not _LOADING:
+        _LOADING.append(threading.Thread(target=importlib.import_module, args=(_COMPILER,), name="compiler", daemon=True))
+        _LOADING[0].start()
+
+
+def await_compiler() -> None:
+    """Before anything asks for it: a module that another thread has half imported is no compiler."""
+    for thread in _LOADING:
+        thread.join()
+
+
 def place_for_training(model: Transformer, device: str, *, compute: torch.dtype | None = None, compile: bool | None = None,
                        recompute: bool = False, masters: torch.dtype = torch.float32) -> Transformer:
     """On a GPU bf16 compute and torch.compile, unless told otherwise. What is trained is in `masters`; what is frozen keeps the dtype
     that it came in where the model computes in half precision, and is widened, exactly and once, where it computes in fp32."""
     require_device(device)
+    await_compiler()
     on_gpu = device.startswith("cuda")
     model.compute_dtype = compute or (torch.bfloat16 if on_gpu else torch.float32)
     model.recompute = recompute

@@ -3,23 +3,35 @@
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from assay.editing.causal_tracing import IndirectEffects, best_window, causal_trace
 from assay.editing.contexts import Contexts, sample_contexts
 from assay.editing.edit_preflight import check_batching, check_keys, check_spans, check_targets
-from assay.editing.edit_witness import EditMethod, check_contexts, check_moments, check_search, check_solution
+from assay.editing.edit_witness import EditMethod, check_contexts, check_moments, check_search, check_solution, check_tuned
 from assay.editing.fact_questions import ask_questions, begins_with, fact_questions, greedy_texts
 from assay.editing.facts import Fact, RefusedFact, read_facts
-from assay.editing.memit import EditResult, alphaedit_solver, checked_layers, memit_solver, refuse_uneditable, rome, spread_over_layers
+from assay.editing.memit import (
+    EditResult,
+    Solver,
+    alphaedit_solver,
+    checked_layers,
+    memit_solver,
+    refuse_uneditable,
+    rome,
+    spread_over_layers,
+)
 from assay.editing.moments import ROW_LENGTH, TokenizedText, compute_moments, read_text, second_moments, split_text
+from assay.editing.rephrasings import check_rephrasings, read_wordings, with_rephrasings
 from assay.editing.subject_tokens import encode_prompt, placeable_facts
 from assay.editing.targets import TargetOptions, find_targets
+from assay.editing.tuned_edit import TuneOptions, bystander_prompts, tune_edit
 from assay.errors import DataError, UsageError
 from assay.evaluation.edit_evaluation import (
     EditedReplies,
@@ -162,7 +174,8 @@ def preflight_edit(model: Transformer, source: Artifact, facts: Sequence[Fact]) 
     """What must hold before anything is sought: the right places, the right targets, the model's own keys, padding that is none."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
-    return [check_spans(tokenizer, facts), check_targets(tokenizer, facts), check_keys(model, encode_prompt(tokenizer, facts[0].prompt)),
+    return [check_spans(tokenizer, facts), check_rephrasings(facts), check_targets(tokenizer, facts),
+            check_keys(model, encode_prompt(tokenizer, facts[0].prompt)),
             check_batching(model, tokenizer, fact_questions(facts)[:6], source.stops.stop_ids)]
 
 
@@ -209,7 +222,14 @@ def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callab
     if not facts:
         raise DataError(f"{config.facts}: every request was refused; the first: {refused[0].reason}")
     require_names(facts)
-    return facts[: config.known], refused
+    return reworded(config, tokenizer, facts[: config.known]), refused
+
+
+def reworded(config: Edit, tokenizer: Tokenizer, facts: list[Fact]) -> list[Fact]:
+    """With the wordings in which the file asks others of their relation, as many as --rephrasings allows."""
+    if not config.rephrasings:
+        return facts
+    return with_rephrasings(facts, read_wordings(read_facts(Path(config.facts))[0]), tokenizer, config.rephrasings, config.seed)
 
 
 def known(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], stop_ids: Sequence[int]) -> list[Fact]:
@@ -253,26 +273,47 @@ def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Seque
     """The patch and its evidence, and what the witness makes of each part of them."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
-    moments = second_moments(model, reading, layers, source.digest)
+    moments = second_moments(model, reading, layers if config.method != "tune" else [], source.digest)
     watch.lap("second moments")
     around: Contexts = sample_contexts(model, tokenizer, count=config.prefixes, length=config.prefix_tokens, seed=config.seed)
-    verdicts = [check_moments(model, reading, moments, compute_moments), check_contexts(model, tokenizer, around, config.prefixes)]
-    aim = TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
-    if config.method == "rome":
+    verdicts = [check_contexts(model, tokenizer, around, config.prefixes)]
+    verdicts += [check_moments(model, reading, moments, compute_moments)] if moments else []
+    aim = target_options(config)
+    if config.method == "tune":
+        edited = tune_edit(model, tokenizer, facts, layers, around, reading.rows, chosen_bystanders(config, facts), tune_options(config),
+                           seed=config.seed, parent=source.digest)
+        verdicts += [check_tuned(model, tokenizer, facts, around, edited)]
+    elif config.method == "rome":
         edited = rome(model, tokenizer, facts, layers, moments, around, aim, parent=source.digest)
     else:
         layers = checked_layers(model, layers)
         targets = find_targets(model, tokenizer, facts, around, layers[-1], aim)
         watch.lap("targets")
-        solve = memit_solver(moments, config.mom2_update_weight) if config.method == "memit" else alphaedit_solver(moments,
-                                                                                                                   config.null_share,
-                                                                                                                   config.ridge)
-        edited = spread_over_layers(model, tokenizer, facts, targets, layers, solve, around, parent=source.digest)
-        how = EditMethod(config.method, config.mom2_update_weight, config.null_share, config.ridge)
+        edited = spread_over_layers(model, tokenizer, facts, targets, layers, chosen_solver(config, moments), around, parent=source.digest,
+                                    each=config.keys == "each")
+        how = EditMethod(config.method, config.mom2_update_weight, config.null_share, config.ridge, config.keys == "each")
         verdicts += [check_search(model, tokenizer, facts, around, targets, layers[-1], aim),
                      check_solution(model, tokenizer, facts, around, edited, moments, how)]
     watch.lap("solve")
     return edited, verdicts
+
+
+def target_options(config: Edit) -> TargetOptions:
+    return TargetOptions(config.v_num_grad_steps, config.v_lr, config.kl_factor, config.v_weight_decay, config.clamp_norm_factor)
+
+
+def tune_options(config: Edit) -> TuneOptions:
+    return TuneOptions(config.tune_steps, config.tune_lr, config.tune_hold)
+
+
+def chosen_bystanders(config: Edit, facts: Sequence[Fact]) -> list[str]:
+    return bystander_prompts(facts, read_facts(Path(config.facts))[0], config.bystanders, config.seed)
+
+
+def chosen_solver(config: Edit, moments: Mapping[int, Tensor]) -> Solver:
+    if config.method == "alphaedit":
+        return alphaedit_solver(moments, config.null_share, config.ridge)
+    return memit_solver(moments, config.mom2_update_weight)
 
 # ---------------------------------------------------------------- what is written
 

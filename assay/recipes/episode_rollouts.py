@@ -5,7 +5,7 @@ Shapes: P tasks, G episodes of each, N = P · G trajectories, B rows of one toke
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,7 @@ class EpisodeRollout:
     batch: Batch
     drawn_at: int  # updates that the weights had seen that played it; `step`, unless it was played ahead
     importance_BT: Tensor | None = None  # weights of its tokens, where it was
+    weighed: bool = False  # a server drew it: the rows have the trainer's log-probabilities, and advantages with importance weights
 
     @property
     def scored(self) -> tuple[list[list[Completion]], list[list[float | None]]]:
@@ -77,11 +78,22 @@ class EpisodeRollout:
         return [trajectory for group in self.played.groups for trajectory in group]
 
     def witness_facts(self) -> list[dict[str, Any]]:
-        """What the witness is shown of a step: every group's rewards, and of each episode its sequences with what was sampled in them."""
+        """What the witness is shown of a step: every group's rewards, and of each episode its sequences with what was sampled in them. Of
+        weighed ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
+        kept = iter(self._kept_sequences())
         return [{"prompt": task.id, "ids": list(task.ids), "rewards": list(rewards), "completions": [
-            {"ended": "length" if was_cut(episode) else "stop", "sequences": [
-                {"ids": list(each.ids), "sampled": list(each.sampled), "logprobs": list(each.logprobs)} for each in episode.sequences]}
-            for episode in group]} for task, rewards, group in zip(self.tasks, self.rewards, self.played.groups, strict=True)]
+            {"ended": "length" if was_cut(episode) else "stop", "sequences": [next(kept) for _ in episode.sequences]} for episode in group]}
+            for task, rewards, group in zip(self.tasks, self.rewards, self.played.groups, strict=True)]
+
+    def _kept_sequences(self) -> Iterator[dict[str, Any]]:
+        """In the order of the rows."""
+        for row, each in enumerate(episode_rows(self.trajectories)):
+            drawn_with = list(each.sequence.logprobs)
+            found = {"ids": list(each.sequence.ids), "sampled": list(each.sequence.sampled), "logprobs": drawn_with}
+            if self.weighed:
+                assert self.rows.behaviour is not None
+                found |= {"logprobs": self.rows.behaviour[row, : len(each.sequence)].tolist(), "sampler_logprobs": drawn_with}
+            yield found
 
 
 class EpisodeCollector:
@@ -136,7 +148,8 @@ class EpisodeCollector:
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
         rows = self.sampler.corrected(with_reference(rows, reference, self.asked, config), self._trainer_logprobs)
-        return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at)
+        return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at,
+                              weighed=self.sampler.importance is not None)
 
     def _left(self, reference: Reference, policy: str) -> bool:
         """Whether the policy has moved from what its reference should be."""

@@ -43,6 +43,7 @@ from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import tuning_optimizer
 from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
+from assay.recipes.witness_looks import LookRecords
 from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event
@@ -87,7 +88,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         ahead = RolloutsAhead(config, collector, prompts.order, run)
         looks = evaluation_plan(config, prompts, schedule, eval_every)
         run.say(words_of_plan(looks))
-        evaluator = PromptEvaluator(run, spread(prompts.held_out, looks.prompts), rewards, held_out_sampling(config, looks), looks.samples)
+        evaluator = PromptEvaluator(run, spread(prompts.held_out, looks.prompts), rewards, held_out_sampling(config, looks), looks.samples,
+                                    LookRecords(run, start, config.sampler_device or device, rewards))
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
         reference: Reference | None = None
         collector.fingerprints[0] = fork
@@ -201,6 +203,8 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
         for artifact in (reopen_parent(start), open_artifact(chosen, to=to), open_artifact(places[-1], to=to)))
     watched = {prompt.id for prompt in evaluator.prompts}
     evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
+    looked_at = [] if evaluator.looks is None else evaluator.looks.ask_of_gain(
+        {"parent": before, "model": after}, places[-1], prompts.held_out, evaluator.sampling)
     unseen = ~evaluated if (~evaluated).sum() > 1 else np.ones_like(evaluated)
     recorded = evaluator.scores_at(step)
     again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
@@ -209,7 +213,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
                  *check_last_evaluated(run, evaluator.latest_step), check_still_ends(before.cut, after.cut), budget,
-                 *check_forgetting(run, places[-1], device),
+                 *check_forgetting(run, places[-1], device), *looked_at,
                  check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
     void_if_refuted(run, places, verdicts)
     sent = send_to_remote(run, places)

@@ -28,7 +28,7 @@ from assay.recipes.options import Trained
 from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import writes_merged
 from assay.recipes.suite import read_suite, run_suite
-from assay.recipes.witness_records import witness_verdict
+from assay.recipes.witness_records import looks_verdicts, witness_verdict
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
@@ -61,14 +61,13 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
-    with run.spent.part("evaluation"):
-        to = straight_to(evaluator.device or default_device())
-        opened = OpenedBases(to)
-        verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
-                    *check_chosen(run, evaluator), *check_improved(evaluator)]
+    to = straight_to(evaluator.device or default_device())
+    opened = OpenedBases(to)
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
+            verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
+                        *check_chosen(run, evaluator), *check_improved(evaluator)]
             recorded = rescore(scored_set(open_artifact(best, to=to, opened=opened)), score_all, evaluator.device)
         with run.spent.part("proving"):
             places, found = exporting.result()
@@ -187,7 +186,7 @@ def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tupl
     """Every place that is handed over: written, and proven in a fresh process."""
     places, opened = handed_places(run, best), opened or OpenedBases(None)
     verdicts = list[Verdict]()
-    witness = [witness_verdict(run.folder, run.config.witness)] if run.witnesses else []
+    witness = [witness_verdict(run.folder, run.config.witness), *looks_verdicts(run.folder)] if run.witnesses else []
     for where in places:
         if handed_over_before(best, where):
             verdicts.append(check_weight_set(best, where))

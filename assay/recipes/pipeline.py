@@ -1,4 +1,4 @@
-"""Pipeline: stages run one after another, each a process of its own, with gates between them; what is unchanged is not run again.
+"""Pipeline: stages run in their order, each a process of its own, with gates between them; what is unchanged is not run again.
 
 `OUT/NAME` is what the stage NAME wrote and `OUT/logs/NAME.log` what it said. `OUT/pipeline.json` records how each stands, with the digests
 of what it read and made, and `OUT/pipeline.jsonl` is the ledger. The same command goes on where it stopped; what another command
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -41,7 +42,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MEANINGS = {1: "it failed", 2: "it was refused", 3: "a verdict went against it", GuardStop.exit_code: "stopped by a guard",
             130: "interrupted", 143: "interrupted"}
 _RECORD = {"format": range(1, 2), "stages": [{"name": str, "state": str, "seconds": float, "sittings": int, "key?": (str, None),
-                                              "made?": (str, None)}]}
+                                              "made?": (str, None)}], "wall?": float}
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,25 @@ class PipelineRecord:
         self.plan, self.path, self.show = plan, plan.out / "pipeline.json", show
         self.ledger = Ledger(plan.out / "pipeline.jsonl")
         self.ledger.claim()
-        earlier = {one["name"]: one for one in read_json(self.path, _RECORD)["stages"]} if self.path.exists() else {}
+        document = read_json(self.path, _RECORD) if self.path.exists() else {"stages": []}
+        earlier = {one["name"]: one for one in document["stages"]}
+        self._lock, self._began, self._wall_before = threading.RLock(), time.monotonic(), document.get("wall", 0.0)
         self.stages = {stage.name: _recalled(stage, plan.out, earlier.get(stage.name)) for stage in plan.stages}
-        self.ledger.append(Event.RESUME if earlier else Event.START, recipe="pipeline", file=plan.file)
+        self.append(Event.RESUME if earlier else Event.START, recipe="pipeline", file=plan.file)
         self.write()
 
     def put(self, record: StageRecord) -> None:
-        self.stages[record.name] = record
-        self.write()
+        with self._lock:
+            self.stages[record.name] = record
+            self.write()
+
+    def append(self, event: Event, **facts: Any) -> None:
+        with self._lock:
+            self.ledger.append(event, **facts)
 
     def write(self) -> None:
         document = {"format": 1, "file": self.plan.file, "purpose": self.plan.purpose,
+                    "wall": round(self._wall_before + time.monotonic() - self._began, 1),
                     "stages": [asdict(self.stages[stage.name]) for stage in self.plan.stages]}
         durable.replace_file(self.path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
         self.show()
@@ -108,22 +117,35 @@ def _recalled(stage: Stage, out: Path, earlier: dict[str, Any] | None) -> StageR
 # ---------------------------------------------------------------- the whole
 
 
-def run_pipeline(plan: PipelinePlan, say: Callable[[str], None], show: Callable[[], object] = lambda: None) -> int:
+def run_pipeline(plan: PipelinePlan, say: Callable[[str], None], show: Callable[[], object] = lambda: None, jobs: int = 1) -> int:
     """The exit code: 0 where every stage is done and every gate holds, else that of what stopped it. `show` is called at every change."""
     record = PipelineRecord(plan, show)
     with contextlib.closing(record.ledger), _stage_lock(plan.out / "logs" / "stage.lock", say) as lock:
-        return _run_stages(record, StageProcesses(say, lock), say)
+        code = _run_stages(record, StageProcesses(say, lock), say, jobs)
+        record.write()
+        return code
 
 
-def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
-    with processes.forwarding_signals():
-        for stage in record.plan.stages:
-            code = run_stage(stage, record, processes, say) or pass_gates(stage, record, processes, say)
-            if processes.interrupted is not None:
-                return 128 + processes.interrupted
-            if code:
-                return code
-    return 0
+def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None], jobs: int) -> int:
+    """In the file's order, each once the gates of all that it needs hold, at most `jobs` at a time. Where one is stopped, none begins."""
+
+    def work(stage: Stage) -> int:
+        return run_stage(stage, record, processes, say) or pass_gates(stage, record, processes, say)
+
+    left, running, codes = list(record.plan.stages), dict[Future[int], Stage](), dict[str, int]()
+    with processes.forwarding_signals(), ThreadPoolExecutor(jobs) as pool:
+        while True:
+            ready = [stage for stage in left if all(codes.get(name) == 0 for name in stage.needs)]
+            for stage in ready[:jobs - len(running)] if processes.interrupted is None and not any(codes.values()) else ():
+                left.remove(stage)
+                running[pool.submit(work, stage)] = stage
+            if not running:
+                break
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                codes[running.pop(ended).name] = ended.result()
+    if processes.interrupted is not None:
+        return 128 + processes.interrupted
+    return next(filter(None, codes.values()), 0)
 
 
 def run_stage(stage: Stage, record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
@@ -143,7 +165,7 @@ def run_stage(stage: Stage, record: PipelineRecord, processes: "StageProcesses",
     made = digest_of_made(stage) if state == "done" else None
     if state == "done" and made is None:
         state, ended = "failed", replace(ended, code=1, sentence=f"it ended with 0, and {stage.out} is not there")
-    record.ledger.append(Event.STAGE, stage=stage.name, command=now.command, exit_code=ended.code, sentence=ended.sentence,
+    record.append(Event.STAGE, stage=stage.name, command=now.command, exit_code=ended.code, sentence=ended.sentence,
                          seconds=round(ended.seconds, 3), key=key, made=made)
     record.put(replace(now, state=state, sentence=ended.sentence, exit_code=ended.code, seconds=now.seconds + ended.seconds, made=made))
     say(f"{stage.name}: {ended.sentence} ({ended.seconds:.1f} s)")
@@ -221,7 +243,7 @@ def pass_gates(stage: Stage, record: PipelineRecord, processes: "StageProcesses"
         return 0
     for verdict in found:
         say(f"{stage.name}: {verdict}")
-        record.ledger.append(Event.GATE, stage=stage.name, verdict=verdict.to_json())
+        record.append(Event.GATE, stage=stage.name, verdict=verdict.to_json())
     held = all(verdict.outcome is Outcome.PROVEN for verdict in found)
     now = replace(record.stages[stage.name], gates=[verdict.to_json() for verdict in found])
     if not held:
@@ -326,12 +348,12 @@ class StageEnd:
 
 
 class StageProcesses:
-    """One process at a time. A signal to us is passed on to it, so that it saves before it stops."""
+    """The processes of stages and gates. A signal to us is passed on to those that live, so that they save before they stop."""
 
     def __init__(self, say: Callable[[str], None], lock: int | None = None):
         self.say, self.lock = say, () if lock is None else (lock,)
         self.interrupted: int | None = None
-        self._live: subprocess.Popen[str] | None = None
+        self._live: set[subprocess.Popen[str]] = set()
 
     def run(self, stage: Stage, log: Path, *, budget: float | None) -> StageEnd:
         """The stage's own command; past its budget it is told to save and stop."""
@@ -354,7 +376,7 @@ class StageProcesses:
                 [sys.executable, "-m", "assay", *words], stdout=stdout, stderr=subprocess.STDOUT if printed is None else subprocess.PIPE,
                 text=True, errors="replace", start_new_session=True, pass_fds=self.lock, preexec_fn=_end_with_parent()))
             held.callback(self._ended, process)
-            self._live = process
+            self._live.add(process)
             if self.interrupted is not None:  # it came while this one was being started
                 process.send_signal(self.interrupted)
             held.enter_context(_time_limit(process, budget, late))
@@ -370,7 +392,7 @@ class StageProcesses:
 
     def _ended(self, process: subprocess.Popen[str]) -> None:
         """Whatever happens here, it is not left behind."""
-        self._live = None
+        self._live.discard(process)
         if process.poll() is None:
             process.terminate()
             process.wait()
@@ -379,8 +401,8 @@ class StageProcesses:
     def forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, _: FrameType | None) -> None:
             self.interrupted = number
-            if self._live is not None:
-                self._live.send_signal(number)
+            for process in tuple(self._live):
+                process.send_signal(number)
 
         with signals_handled(forward):
             yield

@@ -15,6 +15,7 @@ from assay.recipes.prompts import Prompt
 from assay.recipes.rewards import Answered
 from assay.recipes.rollouts import Sampler
 from assay.recipes.run import Run
+from assay.recipes.witness_looks import LookRecords
 from assay.statistics.early_stopping import choose_best
 from assay.statistics.effects import paired_effect, visible_change
 from assay.store.checkpoint import step_folder
@@ -65,8 +66,9 @@ class PromptEvaluator:
     In its history a loss is minus the score, so that the best is the lowest as elsewhere.
     """
 
-    def __init__(self, run: Run, prompts: Sequence[Prompt], rewards: HeldOutScorer, sampling: Sampling, samples: int):
-        self.run, self.prompts, self.rewards, self.sampling, self.samples = run, prompts, rewards, sampling, samples
+    def __init__(self, run: Run, prompts: Sequence[Prompt], rewards: HeldOutScorer, sampling: Sampling, samples: int,
+                 looks: LookRecords | None = None):
+        self.run, self.prompts, self.rewards, self.sampling, self.samples, self.looks = run, prompts, rewards, sampling, samples, looks
         self.history, self.name = EvalHistory(run), rewards.metric.name
         self.mean_rewards: list[float] = []
 
@@ -78,6 +80,8 @@ class PromptEvaluator:
         with self.run.spent.part("evaluation"):
             sampler.load(step)
             found = self.answer(sampler, self.prompts)
+        if self.looks is not None:
+            self.looks.keep_step(step, found, self.prompts, self.sampling)
         reward = None if found.rewarded is None else float(found.rewarded.mean())
         self.history.add(step, -found.wanted, 0.0, found.digest, reward=reward, metric=self.name)
         scored = found.estimate

@@ -40,6 +40,7 @@ from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_
 from assay.reward.model_reward import reward_artifact
 from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
 from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
+from assay.seeds import derive
 from assay.statistics.estimate import Estimate, mean
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, refuted, unproven
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 HELD_OUT_ADDRESS = ("held out",)
 NAME = "judge"
 OVERLONG = "overlong"
+WITNESSED_PROMPTS = 4  # of an evaluation: looked at once more by the witness
 ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a reward's noise
 
 
@@ -61,6 +63,7 @@ class Answered:
     rewarded: NDArray[np.float64] | None
     digest: str | None = None  # of the prompts
     cut: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # the share of completions that hit the cap
+    kept: Sequence[Mapping[str, Any]] = ()  # a few prompts with their completions and scores, for the witness
 
     @property
     def estimate(self) -> Estimate:
@@ -100,8 +103,9 @@ class Rewards:
         self.stop_at_limit(scored)
         rewarded = None if self.judge is not None else known_means(prompts, [each.value for each in scored], scored, samples)
         cut = np.array([np.mean([completion.ended == "length" for completion in group]) for group in groups])
-        return Answered(known_means(prompts, [each.components[self.metric.name] for each in wanted], wanted, samples), rewarded,
-                        prompts_digest(prompts), cut)
+        means = known_means(prompts, [each.components[self.metric.name] for each in wanted], wanted, samples)
+        kept = kept_answers(prompts, groups, [each.components[self.metric.name] for each in wanted], means, sampling.seed)
+        return Answered(means, rewarded, prompts_digest(prompts), cut, kept)
 
     def stop_at_limit(self, scored: Sequence[ScoredItem]) -> None:
         """Where too many of all rewards so far have failed."""
@@ -187,6 +191,17 @@ def known_means(asked: Sequence[Prompt], values: Sequence[Value], scored: Sequen
             raise GuardStop(f"held-out prompt {prompt.id} could not be scored: {scored[part][0].error}; mend the reward, or the row")
         found.append(float(np.mean(known)))
     return np.array(found)
+
+
+def kept_answers(asked: Sequence[Prompt], groups: Sequence[Sequence[Completion]], values: Sequence[Value], means: NDArray[np.float64],
+                 seed: int) -> list[dict[str, Any]]:
+    """Of a few prompts, drawn by the seed: ids, completions, what each scored, and what the prompt counts."""
+    samples = len(groups[0])
+    drawn = sorted(range(len(asked)), key=lambda place: derive(seed, "witness", asked[place].id))[:WITNESSED_PROMPTS]
+    return [{"id": asked[place].id, "ids": list(asked[place].ids), "wanted": float(means[place]),
+             "samples": [{"ids": list(said.ids), "text": said.text, "logprob": sum(said.logprobs),
+                          "score": values[place * samples + member]} for member, said in enumerate(groups[place])]}
+            for place in sorted(drawn)]
 
 
 def _nearer(said: Value, one: Value, two: Value) -> Value:

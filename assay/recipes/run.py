@@ -30,7 +30,7 @@ from assay.guard.training_guards import stop_if_refuted
 from assay.recipes.child_runs import signals_handled
 from assay.recipes.remote_run import RemoteRun, restore_run
 from assay.recipes.save_pace import LITTLE
-from assay.recipes.witness_records import pending_records
+from assay.recipes.witness_records import pending_looks, pending_records
 from assay.statistics.known_answers import check_statistics
 from assay.store import durable
 from assay.store.checkpoint import MANIFEST, Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
@@ -213,6 +213,11 @@ class Run:
         """Its proofs replay the steps that were kept for them."""
         return self._prover.witnesses
 
+    def rehearse_proofs(self, model: Path) -> None:
+        """On a GPU, of the model that the run begins with, while it gets ready for its first step and the GPU has little else to do."""
+        if self.probing.device != "cpu":
+            self._prover.rehearse(model, self.probing, self.headroom)
+
     def log(self, kind: Event, **facts: Any) -> None:
         """One line of the ledger. The one that says what a run came to is its last."""
         if kind is Event.HAND_OVER:
@@ -273,6 +278,7 @@ class Run:
                 self._retire(best, needed)
             self.settle_records()
             led_here = [record for record in pending_records(self.folder) if record.name <= where.name]  # others came since
+            led_here += pending_looks(self.folder, step)
             records = [record for record in led_here if record not in self._replaying]
             self._replaying.update(records)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,

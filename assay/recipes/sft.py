@@ -19,7 +19,7 @@ from assay.learn.low_bit_adamw import adamw_8bit, adamw_bf16_masters
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.model.placement import uncompiled
+from assay.model.placement import load_compiler_beside, uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.compute_dtype import asked_masters
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
@@ -47,6 +47,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     world, say = join_processes(config, say)
     device = world.device
+    load_compiler_beside(device)
     start = load_start(config, device, say, world)
     if world.rank > 0:
         return follow(world, start.model, next_token, config, partial(tuning_optimizer, config, start))
@@ -55,6 +56,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     for line in describe_tuning(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
+        run.rehearse_proofs(start.parent.path)
         trainer = Trainer(run, start.weights, optimizer, next_token, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
                           order=data.order, saves=plan.saves, steps_before=start.steps_before, world=world)
         watched = data.held_out_batches(plan.micro, config.eval_examples)

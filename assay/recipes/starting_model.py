@@ -33,6 +33,7 @@ from assay.recipes.processes import holds_outline, shards_parameters
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
+from assay.store.export_artifact import majority_dtype
 from assay.store.peft import write_adapter
 from assay.store.remote import local_path
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
@@ -376,6 +377,12 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
                           Lineage("new"))
 
 
+def _narrowed(config: Trained, parent: Artifact) -> str | None:
+    """The dtype to which masters round a parent that is wider, before the first step."""
+    masters = str(asked_masters(config)).removeprefix("torch.")
+    return masters if masters == "bfloat16" and majority_dtype(parent.tensors) != masters else None
+
+
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
     whole = parent.patch is None and not config.lora_r
     model, ancestor = build_model(parent, torch.float32 if whole else None), Ancestor(parent.digest, str(parent.path.resolve()),
@@ -385,7 +392,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
     for parameter in model.parameters() if whole else ():
         if parameter.data_ptr() in given_away:  # others were widened, and are copies already
             parameter.data = parameter.data.clone()
-    same, moved = Lineage("same", ancestor), Lineage("moved", ancestor)
+    same, moved = Lineage("same", ancestor, rounded=_narrowed(config, parent)), Lineage("moved", ancestor)
     if parent.patch is not None and parent.base is not None and parent.adapter is not None:
         if parent.patch.replaced:
             raise UsageError(f"{parent.path} is an adapter that changes whole tensors ({', '.join(sorted(parent.patch.replaced)[:3])}), "

@@ -39,6 +39,7 @@ from assay.guard.training_guards import (
     StepReading,
     StepWatch,
     UpdateAccount,
+    check_coded_moments,
     check_gradients,
     check_optimizer,
     check_steps,
@@ -186,7 +187,7 @@ class Trainer:
     def check_reach(self, found: Gradients) -> list[Verdict]:
         """Every tensor that is to be trained gets a gradient, and the optimizer holds it."""
         return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained()),
-                *check_processes(self.accumulate)]
+                *check_coded_moments(self.optimizer), *check_processes(self.accumulate)]
 
     def check_world(self, batch: Batch, compute: torch.dtype | None = None) -> list[Verdict]:
         """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it; in

@@ -19,11 +19,13 @@ from assay.data.mixture import weighted_source
 from assay.errors import UsageError
 from assay.learn.loop import Step
 from assay.model.transformer import parameter_count
+from assay.recipes.witness_pace import REPLAY_SPEED, WitnessPace
 from assay.seeds import derive
 from assay.store import durable
 from assay.store.remote import is_url, local_path
 from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
 from assay.verdict import Outcome, Verdict, unproven
+from assay.witness.due_looks import LOOKS, looks_summary
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
 
 if TYPE_CHECKING:  # which has these records
@@ -46,13 +48,17 @@ class WitnessRecords:
         self.rollout: list[dict[str, Any]] | None = None  # what is learned from, where a run draws it itself
         self.drawn, self._before, self._begun = 0 if self.off else int(drawn), dict[str, Tensor](), False
         self._end: tuple[int | None, int | None] = None, None
+        self.pace = WitnessPace()
         self.on_gpu = trainer.device.startswith("cuda")
         self._tokens = 0 if trainer.order is None else trainer.order.rows * trainer.order.length  # of a step, as far as is known
         self._writer, self._writing = ThreadPoolExecutor(1, "witness"), list[Future[None]]()
 
     def begin_step(self, step: int) -> None:
-        """Copy the state, where step `step` (counted from 0) is one that is kept and can be replayed."""
+        """Copy the state, where step `step` (counted from 0) is one that is kept, can be replayed and is paid for."""
         self._begun = self.off is None and self.due(step)
+        if self._begun and step > self.trainer.start and (why := self.pace.too_dear(self._seconds())) is not None:
+            self._begun = False
+            self._say_left_out(step + 1, why)
         if self._begun:
             schedule = self.trainer.schedule  # which may decide, once this step is taken, when the run ends
             self._end = schedule.stop_at, schedule.decay_from
@@ -72,13 +78,11 @@ class WitnessRecords:
         if not self._begun or taken is None:
             return
         before, self._before, self._begun, self._tokens = self._before, {}, False, taken.tokens
-        where = self.folder / f"step-{taken.index + 1:06d}"
-        where.mkdir(parents=True, exist_ok=True)
-        (where / SAID).unlink(missing_ok=True)
         if (why := self._too_much(taken.tokens)) is not None or not before:
-            said = unproven("witness", f"{where.name} was not replayed: {why or 'fewer tokens than were expected'}", optional=True)
-            durable.replace_file(where / SAID, json.dumps(said.to_json()).encode())
+            self._say_left_out(taken.index + 1, why or "fewer tokens than were expected")
             return
+        where = self._empty_folder(taken.index + 1)
+        self.pace.kept.append(where)
         after, facts = self._state(), self._facts(taken)
         copied = torch.cuda.current_stream(self.trainer.device).record_event() if self.on_gpu else None
         self._writing.append(self._writer.submit(_write, where, before, after, facts, copied))
@@ -87,6 +91,22 @@ class WitnessRecords:
         """Wait until every record is whole. From any thread; raises what a write raised."""
         while self._writing:
             self._writing.pop(0).result()
+
+    def _empty_folder(self, number: int) -> Path:
+        where = self.folder / f"step-{number:06d}"
+        where.mkdir(parents=True, exist_ok=True)
+        (where / SAID).unlink(missing_ok=True)
+        return where
+
+    def _say_left_out(self, number: int, why: str) -> None:
+        """Beside the records of the others, for the hallmark."""
+        where = self._empty_folder(number)
+        said = unproven("witness", f"{where.name} was not replayed: {why}", optional=True)
+        durable.replace_file(where / SAID, json.dumps(said.to_json()).encode())
+
+    def _seconds(self) -> float:
+        """That a replay will take, as far as its operations tell: in double precision and once more in the run's."""
+        return 12.0 * self._tokens * parameter_count(self.trainer.model) / REPLAY_SPEED["cuda" if self.on_gpu else "cpu"]
 
     def _bytes(self) -> int:
         return COPIES * 4 * sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
@@ -141,6 +161,25 @@ def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], fac
 def pending_records(run: Path) -> list[Path]:
     """Those that are whole and that no process has replayed yet."""
     return sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"step-*/{RECORD}") if not (path.parent / SAID).exists())
+
+
+def look_folder(run: Path, name: str) -> Path:
+    """Where an evaluation is kept: of a step, of the parent's or of the handed-over model's answers to every held-out prompt."""
+    return run / WITNESS_FOLDER / f"eval-{name}"
+
+
+def pending_looks(run: Path, step: int) -> list[Path]:
+    """Evaluations up to a step that no process has looked at again yet."""
+    kept = sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"eval-[0-9]*/{RECORD}") if not (path.parent / SAID).exists())
+    return [folder for folder in kept if int(folder.name.rpartition("-")[2]) <= step]
+
+
+def looks_verdicts(run: Path) -> list[Verdict]:
+    """What the witness said of the evaluations that were kept, where any was."""
+    kept = sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"eval-[0-9]*/{RECORD}"))
+    said = [json.loads((folder / SAID).read_text()) if (folder / SAID).exists() else
+            unproven(LOOKS, f"{folder.name} was kept and not looked at again", optional=True).to_json() for folder in kept]
+    return [looks_summary([Verdict(v["check"], Outcome(v["outcome"]), v["reason"], v["evidence"]) for v in said])] if kept else []
 
 
 def witness_verdict(run: Path, asked: str) -> Verdict:

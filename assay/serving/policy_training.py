@@ -29,7 +29,7 @@ from assay.errors import DataError, GuardStop
 from assay.generate.generation_request import Completion
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_identity, check_version, measure_logprob_floor, version_name
-from assay.guard.trajectory_checks import check_every_turn, check_token_law
+from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_token_law
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
 from assay.learn.optim import adamw
@@ -81,6 +81,7 @@ class ServedPolicy:
     learning_rate: float
     updates: int = 0
     trajectories: dict[str, OpenTrajectory] = field(default_factory=dict)
+    given: dict[str, list[float]] = field(default_factory=dict)  # by trajectory, what its client paid, beside what is made of it
 
     def __post_init__(self) -> None:
         self.weights = self.model.engine.weights.source
@@ -166,12 +167,15 @@ class ServedPolicy:
         found = self.find(name)
         if found.closed or found.speaking:
             raise RequestRefused(f"trajectory {name} " + ("has its reward already; a reward is given once" if found.closed else
-                                                          "has a turn under way"), status=409, code="trajectory_busy")
+                                                          "has a turn under way"), status=409,
+                                 code="reward_once" if found.closed else "trajectory_busy")
         if (reward is None) == (error is None) or (reward is not None and not math.isfinite(reward)):
             raise RequestRefused('expected {"reward": a finite number} or {"error": "why there is none"}', param="reward")
         if found.transcript is None or not found.transcript.sequences:
             raise RequestRefused(f"nothing was said in trajectory {name}, so there is nothing to reward", status=409, param="reward")
         found.closed, found.reward, found.error = True, reward, error
+        if reward is not None:
+            self.given[name] = [reward]
 
     # ── an update, on the engine's thread ─────────────────────────────────────────────────────────────────────────────
 
@@ -188,7 +192,7 @@ class ServedPolicy:
         every = [each.finished() for group in opened for each in group]
         version = check_version([turn for each in every for turn in each.versions], self.model.engine.version)
         if version.outcome is Outcome.REFUTED:
-            raise RequestRefused(f"not trained: {version.reason}", status=409, param="groups", code="other_version")
+            raise RequestRefused(f"not trained: version: {version.reason}", status=409, param="groups", code="other_version")
         rewards = [[each.finished().reward for each in group] for group in opened]
         advantages = group_advantages(rewards)
         if advantages.silent_P.all():
@@ -199,7 +203,8 @@ class ServedPolicy:
         sampled = [turn for group in opened for each in group for turn in each.sampled]
         whole = Counter(sequence.ids for each, counts in zip(every, counted, strict=True) if counts for sequence in each.sequences)
         law = check_token_law(batch, sampled, whole, stop_ids=self.model.engine.stop_ids, cap=0)  # a client caps each turn as it likes
-        verdicts = [version, check_every_turn(sampled, every), law, self._check_identity(batch, every)]
+        paid = check_episode_rewards(every, [reward for group in rewards for reward in group], self.given)
+        verdicts = [version, check_every_turn(sampled, every), law, paid, self._check_identity(batch, every)]
         if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
             raise GuardStop(f"not trained: {against[0].check}: {against[0].reason}")
         return self._update(named, every, batch, verdicts)
@@ -217,6 +222,7 @@ class ServedPolicy:
         self.model.engine.load(version_name(self.updates, fingerprint(self.weights)))
         for name in named:
             del self.trajectories[name]
+            self.given.pop(name, None)
         told = {"update": self.updates, "trained": len(every), "tokens": sum(each.tokens for each in every), "loss": float(step.loss),
                 "grad_norm": float(step.grad_norm), "before": before, "version": self.model.engine.version,
                 "verdicts": [verdict.to_json() for verdict in verdicts]}

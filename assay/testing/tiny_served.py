@@ -20,9 +20,9 @@ from assay.testing.tiny_grpo import decisive
 from assay.testing.tiny_models import nudge, save_model, tiny_model
 from assay.verdict import Outcome, Verdict, proven, refuted
 
-MEMBERS, ROUNDS, RATE = 4, 2, 5e-2
+MEMBERS, ROUNDS, RATE = 5, 2, 5e-2  # the last of a group crashes, and its reward is unknown
 ASKED = "a question that is long enough to be worth keeping in a cache"
-REFUSALS = {"other_version": "version", "trajectory_busy": "reward_once"}  # by the code of the refusal
+REFUSALS = {"other_version": "version"}  # by the code of the refusal
 
 
 def a_served_policy(folder: Path, plant: Plant) -> list[Verdict]:
@@ -40,9 +40,10 @@ def run_rounds(serving: EngineThread, policy: ServedPolicy, url: str) -> list[Ve
     for _ in range(ROUNDS):
         made = [converse(url, seed) for seed in range(MEMBERS)]
         try:
-            for place, name in enumerate(made):
+            for place, name in enumerate(made[:-1]):
                 pay(url, name, float(place % 2))
-            verdicts.append(proven("reward_once", f"{len(made)} trajectories have a reward each"))
+            post(url, f"/trajectories/{made[-1]}/close", {"error": "the agent crashed"})
+            verdicts.append(proven("reward_once", f"{len(made) - 1} trajectories have a reward each"))
             speak(url, None, [{"role": "user", "content": ASKED}], 0)  # somebody else asks the same, outside of any trajectory
             named = group_to_learn(made, before, policy.updates)
             told = serving.ask(lambda named=named: policy.learn([named])).result()  # type: ignore[misc]

@@ -186,6 +186,9 @@ class NoProver:
     def start_early(self, device: str) -> None:
         pass
 
+    def rehearse(self, model: Path, *_: Any) -> None:
+        pass
+
     def start(self, folder: Path, **_: Any) -> None:
         pass
 

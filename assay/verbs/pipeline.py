@@ -1,4 +1,4 @@
-"""assay pipeline: run stages from a YAML file one after another, with gates between them, and show the whole on one page."""
+"""assay pipeline: run stages from a YAML file in their order, with gates between them, and show the whole on one page."""
 
 import importlib
 import json
@@ -24,12 +24,14 @@ class FLAGS:
     out: str | None = option("folder for what the stages write, pipeline.json and pipeline.html", metavar="FOLDER", default=None,
                              default_text="runs/ and the name of FILE")
     input: tuple[str, ...] = option("another value for what FILE names under `inputs`", metavar="NAME=VALUE", default=())
+    jobs: int = option("stages that may run at the same time, where none needs the other; they share the device, so that two of them need "
+                       "the memory of both", default=1, least=1)
     dry_run: bool = option("read FILE, show the commands of its stages in their order, and run nothing", default=False)
     json: bool = option("print pipeline.json with the headline at the end", default=False)
 
 
 EXAMPLES = """  assay pipeline pipelines/tiny.yaml
-  assay pipeline pipelines/reasoning.yaml --input train=gsm8k-train.jsonl test=gsm8k-test.jsonl --out runs/reasoning
+  assay pipeline pipelines/reasoning.yaml --input train=gsm8k-train.jsonl test=gsm8k-test.jsonl --jobs 2
   assay pipeline pipelines/distil.yaml --dry-run"""
 
 
@@ -43,7 +45,7 @@ def run(flags: FLAGS) -> int:
     if flags.dry_run:
         print(json.dumps(plan_document(plan), indent=1) if flags.json else plan_text(plan))
         return 0
-    code = run_pipeline(plan, line_printer(json=flags.json), lambda: write_pipeline_page(plan.out))
+    code = run_pipeline(plan, line_printer(json=flags.json), lambda: write_pipeline_page(plan.out), flags.jobs)
     story = read_pipeline(plan.out)
     if flags.json:
         print(json.dumps({"headline": pipeline_headline(story), "purpose": pipeline_purpose(story).to_json(), "exit_code": code,

@@ -18,12 +18,15 @@ class FLAGS:
     alarm, is exit code 3."""
 
     only: tuple[str, ...] = option("names of the faults to plant (see --list)", metavar="NAME", default=(), default_text="all")
+    witness: bool = option("say of each fault whether the witness alone would have caught it, every other check being silent",
+                           default=False)
     list: bool = option("show the faults without planting them", default=False)
     json: bool = option("print JSON", default=False)
 
 
 EXAMPLES = """  assay zoo
   assay zoo --only 'flipped bit' 'empty weights file'
+  assay zoo --witness
   assay zoo --list --json"""
 
 
@@ -34,6 +37,8 @@ def run(flags: FLAGS) -> int:
     if flags.list:
         print(json.dumps([f.facts() for f in faults], indent=1) if flags.json else "\n".join(fault_line(f) for f in faults))
         return 0
+    if flags.witness:
+        return ask_witness_alone(faults, as_json=flags.json)
     sightings = []
     for fault in faults:
         sightings.append(observe(fault))
@@ -46,6 +51,19 @@ def run(flags: FLAGS) -> int:
     else:
         print(f"\n{len(sightings) - missed} of {len(sightings)} faults caught, {alarms} false alarms in {len(sightings)} clean twins")
     return 3 if missed or alarms else 0
+
+
+def ask_witness_alone(faults: "list[Fault]", *, as_json: bool) -> int:
+    """Measured on runs whose other checks say nothing; what the witness does not catch is no failure of this command."""
+    from assay.zoo.witness_alone import summary_of, witness_alone
+
+    found = []
+    for fault in faults:
+        found.append(witness_alone(fault))
+        if not as_json:
+            print(found[-1].line(), flush=True)
+    print(json.dumps([each.facts() for each in found], indent=1) if as_json else f"\n{summary_of(found)}")
+    return 0
 
 
 def chosen_faults(faults: "dict[str, Fault]", only: tuple[str, ...]) -> "list[Fault]":

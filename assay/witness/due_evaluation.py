@@ -50,6 +50,7 @@ class KeptEvaluation:
         lines = (folder / SCORES).read_text("utf-8").split("\n")
         self.scored: dict[str, Any] = {row["id"]: row for row in map(json.loads, filter(None, lines))}
         self.kept: list[dict[str, Any]] = self.facts["items"]
+        self.kept_and_scored = [item for item in self.kept if item["id"] in self.scored]  # of others the prompts' verdict speaks
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -200,7 +201,7 @@ def judge_said_texts(kept: KeptEvaluation) -> Verdict:
     if not kept.kept:
         raise NotWitnessed(kept.facts["left_out"] or "no example was kept")
     model, found = plain_model(kept), list[Rescored]()
-    for item in kept.kept:
+    for item in kept.kept_and_scored:
         row = kept.scored[item["id"]]
         if kept.task in LIKELIHOOD_TASKS:
             found += [Rescored(abs(due - said), tokens) for due, said, tokens in likelihoods(kept, model, item, row)]
@@ -352,7 +353,7 @@ def judge_scores(kept: KeptEvaluation) -> Verdict:
     if kept.task not in (*NUMBER_TASKS, "choices"):
         raise NotWitnessed(f"the scores of task {kept.task} come from programs, packages or likelihoods alone, which are not asked again")
     against, graded, rows = list[str](), 0, due_examples(kept.options)
-    for item in [item for item in kept.kept if item["id"] in rows]:
+    for item in [item for item in kept.kept_and_scored if item["id"] in rows]:
         scored, row = kept.scored[item["id"]], rows[item["id"]]
         found = wrong_choice(scored, row) if kept.task == "choices" else wrong_grades(scored["samples"], row_gold(row))
         against += [f"{item['id']}: {sentence}" for sentence in found]

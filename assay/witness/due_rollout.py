@@ -122,12 +122,22 @@ def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
                 name = f"{place}:{member}:{number}"
                 texts.append(DueText(name, ids, [weight * each for each in sampled]))
                 better[name], drawn_with[name] = values[place][member], logprobs
-                importance[name] = importance_weights(said, len(ids), logprobs, options)
+                importance[name] = importance_weights(kept_draw(said, number, options), len(ids), logprobs, options)
             counted += counts
     constant = options["loss_type"] == "dr_grpo"
     cap = options["max_completion_length"] * (options["max_turns"] if options.get("environment") else 1)
     divisor = counted * cap if constant else sum(sum(text.weights) for text in texts)
     return DueRollout(texts, better, drawn_with, divisor, importance)
+
+
+def kept_draw(said: Mapping[str, Any], number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What holds a text's log-probabilities: a completion, or one sequence of an episode."""
+    if "sequences" not in said:
+        return said
+    weighed = options.get("vllm_server_base_url") and options["vllm_importance_sampling_correction"]
+    if weighed and "sampler_logprobs" not in said["sequences"][number]:
+        raise NotWitnessed("these episodes were weighed by a server's log-probabilities, which were not kept of them")
+    return said["sequences"][number]
 
 
 def importance_weights(said: Mapping[str, Any], tokens: int, logprobs: Sequence[float], options: Mapping[str, Any]) -> list[float]:
@@ -152,8 +162,6 @@ def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twi
     low, high = options["epsilon"], options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     if options["loss_type"] == "cispo" and options["epsilon_high"] is not None:
         high = options["epsilon_high"] - 1
-    if options.get("environment") and options.get("vllm_server_base_url") and options["vllm_importance_sampling_correction"]:
-        raise NotWitnessed("episodes that a server drew are weighed by its log-probabilities, which are not kept of them")
     bonus = options["entropy_weight"] * options["entropy_decay"] ** step
 
     def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:

@@ -8,8 +8,10 @@ does not turn the rounding of a tiny gradient into a step of full length.
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -113,7 +115,11 @@ def replay_step(folder: Path, device: str = "cpu") -> Verdict:
 
 def replay_steps(folders: Sequence[Path], device: str = "cpu") -> Verdict:
     """Of several kept steps; each verdict is left beside its record, whose tensors go where nothing is against them."""
-    said = [settle_record(folder, replay_step(folder, device)) for folder in folders]
+    said = []
+    for folder in folders:
+        began = time.monotonic()
+        found = replay_step(folder, device)
+        said.append(settle_record(folder, replace(found, evidence=found.evidence | {"seconds": round(time.monotonic() - began, 3)})))
     return summary(said)
 
 

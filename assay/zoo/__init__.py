@@ -20,6 +20,7 @@ def catalogue() -> dict[str, Fault]:
         file_format_faults,
         forward_faults,
         method_faults,
+        number_format_faults,
         preference_faults,
         publication_faults,
         remote_faults,

@@ -191,9 +191,9 @@ def averaged_once(_: Path) -> Iterator[None]:
     """The direction comes from the average over prefixes, the denominator from the bare prompt's key."""
     bare: list[Tensor] = []
 
-    def keys(model: Transformer, spots: Any, weights: Tensor, layer: int, top: int) -> tuple[Tensor, Tensor]:
-        bare.append(averaged_keys(model, [of_fact[:1] for of_fact in spots], torch.ones(1, dtype=torch.float64), layer, top)[0][:, 0])
-        return averaged_keys(model, spots, weights, layer, top)
+    def keys(model: Transformer, spots: Any, layer: int, top: int) -> tuple[Tensor, Tensor]:
+        bare.append(averaged_keys(model, [of_fact[:1] for of_fact in spots], layer, top)[0][:, 0])
+        return averaged_keys(model, spots, layer, top)
 
     def solve_rome(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> solve.Factors:
         whole = solve.solve_rome(residual_D, key_F, moment_FF)

@@ -85,6 +85,12 @@ def clean_witness() -> list[Verdict]:
 
 
 def _witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
+    write_witnessed_evaluation(folder, plant)
+    return judge_evaluation(folder / "out")
+
+
+def write_witnessed_evaluation(folder: Path, plant: Plant = nothing) -> None:
+    """An evaluation whose own checks stop nothing, with what is kept of it for the witness."""
     data = write_examples(folder / "test.jsonl", _ROWS)
     save_model(folder / "model", nudge(tiny_model(max_length=512), 0.3))
     forget_manifest(folder / "model")  # which knows what the live model answered
@@ -97,7 +103,6 @@ def _witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
             evaluate(opened, task, folder / "out", k=4, sampling=sampling)
         assert isinstance(task, GenerationTask)
         keep_eval_record(folder / "out", opened, {example.id: task.prompt(example) for example in task.examples}, asked, raw=False)
-    return judge_evaluation(folder / "out")
 
 
 def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:

@@ -34,6 +34,14 @@ def paid_again(usual: Any, url: str, name: str, reward: float) -> None:
     usual(url, name, 1.0 - reward)
 
 
+@served_fault("agent's crash scored 0", ("N34", "W01"), "reward", "episode_rewards")
+@in_place_of(OpenTrajectory, "finished")
+def crash_is_zero(usual: Any, self: OpenTrajectory) -> Trajectory:
+    """A trajectory that was closed with an error is taken for one that failed at its task."""
+    found = usual(self)
+    return found if found.error is None else replace(found, error=None, ended="done", rewards=(0.0,))
+
+
 @served_fault("branch of an agent's conversation lost", ("N17",), "branch", "every_turn")
 @in_place_of(OpenTrajectory, "finished")
 def last_sequence(usual: Any, self: OpenTrajectory) -> Trajectory:

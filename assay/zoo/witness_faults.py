@@ -22,19 +22,22 @@ from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.model.lora import LoraLinear
 from assay.model.transformer import Transformer
-from assay.recipes import distill, grpo, pretrain, rollouts, run, sft, starting_model
+from assay.recipes import distill, grpo, pretrain, rewards, rollouts, run, sft, starting_model
 from assay.recipes.conversations import Conversations
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Sft
-from assay.recipes.prompts import PromptOrder
+from assay.recipes.prompt_evaluator import PromptEvaluator
+from assay.recipes.prompts import PromptOrder, split_prompts
 from assay.recipes.rewards import Rewards
+from assay.recipes.run import Run
 from assay.recipes.trainer import Trainer
-from assay.recipes.witness_records import pending_records
+from assay.recipes.witness_records import pending_looks, pending_records
 from assay.testing import tiny_training
 from assay.testing.fault_injection import Job, Plant, fault, in_place_of, nothing, swap
 from assay.testing.tiny_models import copy_folder, save_model, tiny_model
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
 from assay.verdict import Verdict, proven
+from assay.witness.due_looks import LOOKS, judge_look
 from assay.witness.replay import replay_step
 from assay.zoo.run_faults import hand_nothing_over, nothing_written_down, sums_folder
 
@@ -65,7 +68,7 @@ def _witnessed(folder: Path, plant: Plant, recipe: str, resumed: bool, options: 
     if resumed:
         copy_folder(struck_run(), folder / "run")
     with plant(folder):
-        _train(folder / "run", recipe, **options)
+        train_witnessed(folder / "run", recipe, **options)
     records = pending_records(folder / "run")
     assert records, "no step was kept"
     return [replay_step(record) for record in records]
@@ -76,13 +79,14 @@ def struck_run() -> Path:
     """A fine-tuning that was left after two steps, made once; its own records are done with."""
     where = tiny_training.process_folder() / "struck"
     with swap(Trainer, "over", lambda trainer: trainer.done >= _INTERRUPTED_AFTER):
-        _train(where, "sft")
+        train_witnessed(where, "sft")
     for record in pending_records(where):
         (record / "record.json").unlink()
     return where
 
 
-def _train(where: Path, recipe: str, **options: Any) -> None:
+def train_witnessed(where: Path, recipe: str, **options: Any) -> None:
+    """The recipe itself, without preflight and without its look at each batch; its steps are kept."""
     common: dict[str, Any] = {"out": str(where), "warmup_steps": 1, "save_steps": 100, "witness": "0", "device": "cpu", "weight_decay": 0.1}
     config: Any
     if recipe in ("sft", "distill"):
@@ -118,18 +122,42 @@ def clean_rollout() -> list[Verdict]:
 
 
 def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder):
+        reinforce_witnessed(folder)
+    records = pending_records(folder / "run")
+    assert records, "no step was kept"
+    return [replay_step(record) for record in records]
+
+
+def reinforce_witnessed(folder: Path, **changed: Any) -> None:
+    """With evaluations of the parent and of the last step."""
     (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
     config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), prompts=2,
                   reward=(f"{folder / 'spread.py'}:spread:1",), num_generations=4, max_completion_length=6, max_steps=2, held_out=0.1,
                   learning_rate=5e-3, warmup_steps=0, save_steps=100, eval_prompts=2, micro_batch_size=8, device="cpu", reward_workers=1,
-                  witness="0")
-    with (plant(folder), swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
+                  witness="0", **changed)
+    with (swap(run, "Prover", RecordingProver), swap(grpo, "hand_over_best", lambda *_: None),
           swap(grpo, "preflight_grpo", lambda *_: []), swap(Rewards, "audit", lambda *_: []),
           swap(rollouts.RolloutCollector, "check", lambda *_: []), contextlib.suppress(GuardStop)):
         grpo.grpo(config, say=lambda _: None)
-    records = pending_records(folder / "run")
-    assert records, "no step was kept"
-    return [replay_step(record) for record in records]
+
+
+def witnessed_looks(folder: Path, plant: Plant) -> list[Verdict]:
+    """The same reinforcement, whose own verdicts stop nothing; then its evaluations are looked at again."""
+    return list(clean_looks()) if plant is nothing else _looked_at(folder, plant)
+
+
+@functools.cache
+def clean_looks() -> list[Verdict]:
+    folder = tiny_training.process_folder() / "looked-at"
+    folder.mkdir()
+    return _looked_at(folder, nothing)
+
+
+def _looked_at(folder: Path, plant: Plant) -> list[Verdict]:
+    with plant(folder), swap(Run, "judge", lambda *_: None), swap(Run, "judge_often", lambda *_: None):
+        reinforce_witnessed(folder, num_generations_eval=2)
+    return [judge_look(kept) for kept in pending_looks(folder / "run", WITNESSED_STEPS)]
 
 
 @functools.cache
@@ -216,6 +244,41 @@ fault("advantages of the wrong sign", rows=("R10",), stage="reward", check="witn
 
 def _turned(found: Any) -> Any:
     return replace(found, values_PG=-found.values_PG)
+
+# ---------------------------------------------------------------- evaluations during a reinforcement
+
+
+looked_at = functools.partial(fault, rows=("W01",), stage="eval", check=LOOKS, job=witnessed_looks)
+
+looked_at("training prompts in the place of held-out ones")(
+    # The digest of what is asked is the same at every evaluation.
+    in_place_of(grpo, "spread")(lambda usual, prompts, count: usual(training_prompts(), count)))
+looked_at("held-out answers colder than the run's")(
+    in_place_of(grpo, "held_out_sampling")(lambda usual, *given: replace(usual(*given), temperature=0.5)))
+looked_at("an evaluation's scores given to the next prompt")(
+    in_place_of(rewards, "known_means")(lambda usual, prompts, values, *given: usual(prompts, [*values[2:], *values[:2]], *given)))
+
+
+@looked_at("answers by other weights than the step's")
+@in_place_of(PromptEvaluator, "evaluate")
+def evaluated_with_another_norm(usual: Any, evaluator: PromptEvaluator, sampler: Any, step: int) -> Any:
+    """What is evaluated has a tenth more in its last norm than what is saved."""
+    norm = sampler.model.norm.weight
+    with torch.no_grad():
+        kept = norm.clone()
+        norm.mul_(1.1)
+        try:
+            return usual(evaluator, sampler, step)
+        finally:
+            norm.copy_(kept)
+
+
+@functools.cache
+def training_prompts() -> list[Any]:
+    """Of the same file, and not held out."""
+    config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out="", reward=("answer:1",), prompts=2,
+                  held_out=0.1, max_completion_length=6, device="cpu")
+    return list(split_prompts(config, starting_model.load_start(config, "cpu", lambda _: None)).train)
 
 # ---------------------------------------------------------------- sums
 

@@ -308,7 +308,7 @@ def test_where_there_are_cores_proofs_run_side_by_side(tmp_path, monkeypatch):
     assert sorted(folder.name for folder, _ in prover.close()) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("there", "at_once"), [(1, 1), (2, 1), (7, 1), (8, 2), (64, 3)])
+@pytest.mark.parametrize(("there", "at_once"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (64, 4)])
 def test_a_proof_leaves_most_cores_to_the_loop(there, at_once, monkeypatch):
     monkeypatch.setattr(proof, "usable_cores", lambda: there)
     assert Prover()._pool._max_workers == at_once

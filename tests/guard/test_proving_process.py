@@ -66,6 +66,23 @@ def test_a_kept_process_gives_a_fresh_ones_verdicts_and_says_what_it_kept(base: 
     assert mark["verdicts"][0]["evidence"]["kept_open"] == [str(base)]
 
 
+def test_a_rehearsal_leaves_the_model_open_for_the_first_proof_which_waits_for_it(base: Path, adapter: Path, kept: ProvingProcess,
+                                                                                  monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 37, 1 << 37))
+    Prover().rehearse(base, QUICK)
+    found = prove(ProofRequest(str(adapter), against=str(base), probing=QUICK))
+    assert kept.asked == 2
+    assert outcomes(found)["whole"] is Outcome.PROVEN
+    assert "earlier proof of this process" in reasons(found)["whole"]
+    assert not PROVING_PROCESSES._rehearsing
+
+
+def test_a_model_whose_proofs_take_much_of_a_gpu_is_not_rehearsed(base: Path, kept: ProvingProcess, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 23, 1 << 23))
+    Prover().rehearse(base, QUICK)
+    assert kept.asked == 0
+
+
 def test_what_changed_since_it_was_kept_is_read_again(base: Path, adapter: Path):
     kept, request = KeptArtifacts(), ProofRequest(str(adapter), against=str(base), probing=QUICK)
     assert Outcome.REFUTED not in outcomes(examine_artifact(request, kept)).values()
@@ -219,6 +236,22 @@ def test_only_where_no_run_waits_for_the_gpu_is_it_got_ready_beside_the_imports(
     proof._warm_up([*early, LIBRARIES], queue.SimpleQueue())
     assert ready.wait(5)
 
+
+@pytest.mark.parametrize(("waiting", "beside", "at_once"), [(2, False, True), (1, False, False), (2, True, False)])
+def test_kept_steps_are_replayed_meanwhile_where_a_process_waits_for_each(waiting: int, beside: bool, at_once: bool, tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch):
+    begun, replaying = list[str](), threading.Event()
+
+    def prove_slowly(*_: Any, **__: Any) -> list[Verdict]:
+        begun.append("with its replay" if replaying.wait(5 if at_once else 0.05) else "alone")
+        return []
+
+    monkeypatch.setattr(proof, "prove", prove_slowly)
+    monkeypatch.setattr(proof, "ask_witness", lambda *_, **__: replaying.set() or [])
+    monkeypatch.setattr(PROVING_PROCESSES, "_idle", [object()] * waiting)
+    assert prove_checkpoint(tmp_path / "none", records=[tmp_path], beside=beside) == []
+    assert begun == ["with its replay" if at_once else "alone"]
+    assert replaying.is_set()
 
 # ---------------------------------------------------------------- beside a loop
 

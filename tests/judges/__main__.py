@@ -18,7 +18,8 @@ JUDGES = {"chat_templates": "chat templates, transformers' renderer", "sft_masks
           "safetensors_attacks": "safetensors' attack files", "trl_rewards": "TRL's rewards", "trl_curves": "TRL's training curves",
           "lm_eval_graders": "lm-eval's graders",
           "gym_datasets": "reasoning-gym", "peft_adapters": "PEFT's adapters", "openai_schema": "OpenAI's schema, by schemathesis",
-          "human_eval_solutions": "HumanEval's canonical solutions", "vllm_logprobs": "vLLM's log-probabilities",
+          "human_eval_solutions": "HumanEval's canonical solutions", "evalplus_solutions": "EvalPlus's canonical solutions",
+          "vllm_logprobs": "vLLM's log-probabilities",
           "llama_cpp_logprobs": "llama.cpp's log-probabilities"}
 HEAD = """# Scorecard
 

@@ -50,7 +50,7 @@ from tests.judges.score import first_words, packages
 
 ROOT = Path(__file__).parents[2]
 SOUP = ROOT / "build" / "soup" / "bin" / "soup"
-SOUP_VERSION = "soup-cli 0.77.0"  # as the Makefile installs it
+SOUP_VERSION = "soup-cli 0.77.0"  # as the Makefile installs it, with what it trains by
 DOWN, NORM, UP = "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 Plant = Callable[[Path], object]
 
@@ -135,8 +135,10 @@ def model_rows(scratch: Path) -> Iterator[Row]:
         bare = tiny_models.forget_manifest(Path(shutil.copytree(ours, scratch / f"bare-{number}")))
         for folder in (ours, bare):
             plant(folder)
-        yield Row(name, "transformers: from_pretrained, generate", outcome(lambda bare=bare: run_transformers(bare), usual),
-                  proven_or_not(ours), proven_or_not(bare, against=str(parent)))
+        said = proven_or_not(ours), proven_or_not(bare, against=str(parent))
+        yield Row(name, "transformers: from_pretrained, generate", outcome(lambda bare=bare: run_transformers(bare), usual), *said)
+        if SOUP.is_file():
+            yield Row(name, "soup-cli: infer", soup_infers(scratch, bare), *said)
 
 
 def run_transformers(folder: Path) -> None:
@@ -183,8 +185,10 @@ def adapter_rows(scratch: Path) -> Iterator[Row]:
         bare = tiny_models.forget_manifest(Path(shutil.copytree(ours, scratch / f"bare-adapter-{number}")))
         for folder in (ours, bare):
             plant(folder)
-        yield Row(name, "PEFT: PeftModel.from_pretrained, forward", outcome(lambda bare=bare: run_peft(base, bare), usual),
-                  proven_or_not(ours), proven_or_not(bare, base=str(base)))
+        said = proven_or_not(ours), proven_or_not(bare, base=str(base))
+        yield Row(name, "PEFT: PeftModel.from_pretrained, forward", outcome(lambda bare=bare: run_peft(base, bare), usual), *said)
+        if SOUP.is_file():
+            yield Row(name, "soup-cli: adapters check", run_soup(scratch, "adapters", "check", bare.name), *said)
 
 
 def run_peft(base: Path, folder: Path) -> None:
@@ -240,14 +244,28 @@ def soup_rows(scratch: Path) -> Iterator[Row]:
     for number, (name, rows) in enumerate(DATA_FAULTS.items()):
         file = scratch / f"rows-{number}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        yield Row(name, "soup-cli: data validate --min-valid-fraction 1.0", run_soup(file), data_check(base, file))
+        said = run_soup(scratch, "data", "validate", file.name, "--min-valid-fraction", "1.0")
+        yield Row(name, "soup-cli: data validate --min-valid-fraction 1.0", said, data_check(base, file))
 
 
-def run_soup(file: Path) -> str:
-    told = subprocess.run([SOUP, "data", "validate", file, "--min-valid-fraction", "1.0"], capture_output=True, text=True, timeout=120)
+def run_soup(scratch: Path, *words: str) -> str:
+    """In the folder that holds what is named: soup reads nothing outside of it."""
+    told = subprocess.run([SOUP, "--no-audit-log", "--no-telemetry", *words], capture_output=True, text=True, timeout=180, cwd=scratch)
     if told.returncode:
         return f"error: exit {told.returncode}"
     return "no error, a warning" if "Issues found" in told.stdout else "no error"
+
+
+def soup_infers(scratch: Path, folder: Path) -> str:
+    """Four greedy tokens. An answer that is an error row, or no answer, is its objection too."""
+    (scratch / "asked.jsonl").write_text('{"prompt": "Hello"}\n')
+    answers = scratch / f"{folder.name}.jsonl"
+    found = run_soup(scratch, "infer", "--model", folder.name, "--input", "asked.jsonl", "--output", answers.name, "--max-tokens", "4",
+                     "--temperature", "0", "--device", "cpu")
+    if found.startswith("error"):
+        return found
+    rows = [json.loads(line) for line in answers.read_text().splitlines()] if answers.is_file() else []
+    return found if rows and not any(row.get("error") for row in rows) else "error: no answer"
 
 
 def data_check(base: Path, file: Path) -> str:
@@ -385,10 +403,22 @@ def page(rows: list[Row]) -> str:
     made = (f"Versions: {packages('transformers', 'peft', 'trl', 'lm-eval', 'torch')}, {SOUP_VERSION}. "
             f"Made {datetime.date.today().isoformat()} by "
             "`make mirror` (`tests/judges/mirror.py`).")
-    lines = [HEAD, found, "", made, "",
+    lines = [HEAD, found, "", *by_tool(planted), "", made, "",
              "| fault | tool and call | it says | Assay | the same without our manifest |", "|---|---|---|---|---|"]
     lines += [f"| {row.fault} | {row.asked} | {row.tool} | {flat(row.ours)} | {flat(row.without)} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def by_tool(planted: list[Row]) -> list[str]:
+    """One line a tool, as README shows it."""
+    lines = ["| faults given to | pass without an error | of these Assay objects to | and where the folder has no manifest |",
+             "|---|--:|--:|--:|"]
+    for tool in dict.fromkeys(row.asked.partition(":")[0] for row in planted):
+        rows = [row for row in planted if row.asked.partition(":")[0] == tool]
+        silent = [row for row in rows if row.tool.startswith("no error")]
+        lines.append(f"| {tool} | {len(silent)} of {len(rows)} | {sum(objects(row.ours) for row in silent)} | "
+                     f"{sum(objects(row.without or row.ours) for row in silent)} |")
+    return lines
 
 
 def objects(words: str) -> bool:

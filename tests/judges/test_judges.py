@@ -1,5 +1,6 @@
 """The runner of the judges on a small folder: what is there is asked, what is not is said, and the page counts both."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from assay.errors import DataError
 from assay.reward.json_schema import check_schema
-from tests.judges import broken_gguf, json_schema, safetensors_attacks, sft_masks
+from assay.reward.sandbox import sandbox_unavailable
+from tests.judges import broken_gguf, evalplus_solutions, json_schema, safetensors_attacks, sft_masks
 from tests.judges.__main__ import main, scorecard
 from tests.judges.conversations import LEARNED, tokenizer_for
 from tests.judges.score import Score, checkout_version
@@ -86,3 +88,37 @@ def test_a_page_has_a_line_for_a_judge_without_faults_and_quotes_markup_as_text(
     page = scorecard({"gym_datasets": clean, "trl_rewards": clean | {"mistakes": ["<b>x</b>\n| y"]}})
     assert "| reasoning-gym | a\\|b? | 3 | 3 | 0 | 0 | 1 | 2026-01-01 |" in page
     assert "- **wrong**: &lt;b>x&lt;/b> \\| y" in page
+
+
+PLUS = [{"task_id": "HumanEval/900", "prompt": "def twice(xs):\n    \"\"\"Each, twice.\"\"\"\n", "entry_point": "twice",
+         "canonical_solution": "    return [x * 2 for x in xs]\n", "base_input": [[[1, 2]]], "plus_input": [[[0.5]], [[]]], "atol": 1e-6,
+         "contract": ""},
+        {"task_id": "Mbpp/901", "prompt": '"""\nWrite a function that adds.\nassert add(1, 2) == 3\n"""\n', "entry_point": "add", "atol": 0,
+         "canonical_solution": "\ndef add(a, b):\n    return a + b\n", "base_input": [[1, 2]], "plus_input": [[10**20, 1]], "contract": "",
+         "assertion": ""}]
+
+
+def test_evalplus_files_that_the_user_has_are_asked(tmp_path, capsys):
+    words = [str(tmp_path), "--out", str(tmp_path / "page.md"), "--kept", str(tmp_path / "kept.json"), "--only", "evalplus_solutions"]
+    assert main(words) == 0
+    assert "EvalPlus's package has none" in capsys.readouterr().out
+    if sandbox_unavailable():
+        pytest.skip("no sandbox")
+    (tmp_path / "evalplus").mkdir()
+    for name, row in zip(("HumanEvalPlus-v0.1.10.jsonl", "MBPPPlus.jsonl.gz"), PLUS, strict=True):
+        data = json.dumps(row).encode() + b"\n"
+        (tmp_path / "evalplus" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert main(words) == 0
+    assert "6 asked, 6 right, 0 refused in words, 0 wrong" in capsys.readouterr().out
+    broken = PLUS[0] | {"canonical_solution": "    return len(xs) / 0\n"}
+    evalplus_solutions.try_problem(score := Score(""), broken)
+    assert (score.right, score.refused) == (0, 1), "a solution that answers nothing is no success"
+
+
+def test_the_readme_shows_the_mirrors_own_table():
+    root = Path(__file__).parents[2]
+    page, readme = ((root / name).read_text() for name in ("docs/mirror.md", "README.md"))
+    table = [line for line in page.split("\n\n")[3].splitlines() if line.startswith("|")]
+    assert len(table) > 5
+    assert "\n".join(table) in readme
+    assert "by hand" not in page

@@ -220,6 +220,57 @@ stages:
     assert pipeline_headline(read_pipeline(tmp_path / "out")).startswith("not reached: tokenizer: failed: it was refused")
 
 
+def test_stages_that_need_nothing_of_each_other_run_side_by_side_where_asked(tmp_path):
+    """What needs another waits for it, and the record and the clock say how it went."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    found = plan(tmp_path, f"""
+stages:
+  one: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
+  last: {{verb: corpus, options: {{text: {tmp_path}/a.txt, tokenizer: "${{stages.one.out}}", document-bytes: 64, max-overlap: 1,
+                                  workers: 1}}}}
+  two: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 281}}}}
+""")
+    seen: list[tuple[str, ...]] = []
+    assert run_pipeline(found, lambda _: None,
+                        lambda: seen.append(tuple(stage["state"] for stage in record(tmp_path).values())), jobs=2) == 0
+    assert ("running", "not begun", "running") in seen
+    assert {one for one, last, _ in seen if last != "not begun"} == {"done"}
+    document = json.loads((tmp_path / "out" / "pipeline.json").read_text())
+    assert document["wall"] > document["stages"][0]["seconds"] + document["stages"][1]["seconds"]
+    assert f"{document['wall']:.1f} s by the clock" in render_pipeline(read_pipeline(tmp_path / "out"), tmp_path / "out")
+
+
+def test_where_one_of_two_is_refused_the_other_ends_and_none_begins(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "empty.txt").write_text("")
+    found = plan(tmp_path, f"""
+stages:
+  bad: {{verb: tokenizer, options: {{text: {tmp_path}/empty.txt}}}}
+  good: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 280}}}}
+  later: {{verb: tokenizer, options: {{text: {tmp_path}/a.txt, vocab-size: 281}}}}
+""")
+    assert run_pipeline(found, lambda _: None, jobs=2) == 2
+    assert [stage["state"] for stage in record(tmp_path).values()] == ["failed", "done", "not begun"]
+
+
+def test_a_signal_reaches_both_stages_that_run(tmp_path):
+    big = tmp_path / "big.txt"
+    big.write_text("\n".join(f"{i * i} {i ** 3} {i}" for i in range(400_000)))
+    plan(tmp_path, f"""
+stages:
+  one: {{verb: tokenizer, options: {{text: {big}, vocab-size: 30000}}}}
+  two: {{verb: tokenizer, options: {{text: {big}, vocab-size: 30001}}}}
+""")
+    command = [sys.executable, "-m", "assay", "pipeline", str(tmp_path / "p.yaml"), "--out", str(tmp_path / "out"), "--jobs", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "out" / "pipeline.json").exists() or {one["state"] for one in record(tmp_path).values()} != {"running"}:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    assert not [one for one in record(tmp_path).values() if one["state"] in ("running", "done")]
+
+
 def test_a_budget_that_is_spent_stops_the_stage(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     found = plan(tmp_path, f"stages: {{tokenizer: {{options: {{text: {tmp_path}/a.txt}}, budget: 0.01 s}}}}")

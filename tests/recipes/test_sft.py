@@ -17,6 +17,7 @@ from assay.data.chat import TrainingExample
 from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
+from assay.guard.proof import ProofRequest, prove
 from assay.learn import loss_scaling, low_bit_adamw
 from assay.model import transformer
 from assay.model.lora import LoraLinear
@@ -25,7 +26,7 @@ from assay.recipes.options import Sft
 from assay.recipes.starting_model import StartingModel
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
-from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
+from assay.store.checkpoint import open_checkpoint, step_folder, step_folders, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import nudge, save_model, tiny_model
 from assay.testing.tiny_training import NoProver
@@ -313,6 +314,14 @@ def test_bf16_masters_follow_fp32_and_are_resumed_bit_for_bit(home: Path, tmp_pa
     tuned(wide)
     begin, narrow, due = (evaluations(config)[step].mean() for config, step in ((wide, 0), (whole, STEPS), (wide, STEPS)))
     assert abs(narrow - due) < 0.1 * (begin - due)
+
+
+def test_bf16_masters_of_a_wider_parent_begin_as_its_rounding(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    interrupted_after(1, options(home, tmp_path / "run", master_dtype="bf16"), monkeypatch)
+    first = step_folders(tmp_path / "run" / "checkpoints")[0]
+    said = {verdict.check: verdict for verdict in prove(ProofRequest(str(first)))}
+    assert first.name == "step-000000"
+    assert said["lineage"].outcome is Outcome.PROVEN, str(said["lineage"])
 
 
 def test_steps_below_the_rounding_of_bf16_masters_come_through_by_draws_and_without_them_are_stopped(home: Path, tmp_path: Path,

@@ -66,7 +66,7 @@ def test_what_was_said_is_trained_on_as_it_was_sampled_and_the_version_moves(pol
     assert (told["before"], told["version"]) == (before, policy.model.engine.version)
     assert before != told["version"]
     assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(
-        ("version", "every_turn", "token_law", "identity"), "PROVEN")
+        ("version", "every_turn", "token_law", "episode_rewards", "identity"), "PROVEN")
     assert any(not torch.equal(old, new) for old, new in zip(weights, policy.weights.parameters(), strict=True))
     rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()]
     for row in rows:

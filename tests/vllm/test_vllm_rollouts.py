@@ -199,3 +199,30 @@ def test_a_tied_head_that_vllm_forgets_is_caught(tmp_path: Path):
     (found,) = [verdict for verdict in sampler.verdicts() if verdict.check == "canaries"]
     print(found.reason)
     assert found.outcome is Outcome.REFUTED
+
+
+TRANSFER = """
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
+print("engines:", *sorted(WeightTransferEngineFactory._registry))
+try:
+    NCCLLibrary()
+except (OSError, ValueError) as error:
+    print("nccl:", error)
+try:
+    IPCWeightTransferUpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[1]], ipc_handles_pickled="gASVAAAAAAAAAAA=")
+except ValueError as error:
+    print("ipc:", error)
+"""
+
+
+def test_no_engine_of_vllms_transfer_api_serves_a_cpu_and_the_one_over_http_wants_pickle():
+    """Why weights go by folder: docs/guide.md says it, and this is the day to read it again where a later vLLM says otherwise."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ALLOW_INSECURE_SERIALIZATION"}
+    told = subprocess.run([str(PYTHON), "-c", TRANSFER], capture_output=True, text=True, timeout=STARTED, check=True, env=environment)
+    said = dict(line.split(": ", 1) for line in told.stdout.splitlines() if ": " in line)
+    print(told.stdout)
+    assert set(said["engines"].split()) == {"ipc", "modelexpress", "nccl", "nccl_m2n", "sharded_rdt", "sparse_nccl"}
+    assert "nccl" in said
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" in said["ipc"]

@@ -10,7 +10,7 @@ import torch
 from assay.data.batch import Batch
 from assay.learn import loop
 from assay.learn.advantage import group_advantages
-from assay.recipes import grpo, hand_over, rollouts, run
+from assay.recipes import grpo, hand_over, rollouts, rollouts_ahead, run
 from assay.recipes.prompts import Prompt, PromptOrder
 from assay.recipes.witness_records import pending_records
 from assay.serving.engine_thread import EngineThread, ServerSize
@@ -53,6 +53,33 @@ def test_what_a_server_drew_is_weighed_as_the_witness_weighs_it(parent: Path, tm
     assert [verdict.outcome for verdict in said] == [Outcome.PROVEN] * 2, "\n".join(map(str, said))
     monkeypatch.setattr(due_rollout, "importance_weights", lambda said, tokens, *_: [1.0] * tokens)
     assert Outcome.REFUTED in [replay_step(record).outcome for record in pending_records(tmp_path / "run")]
+
+
+ECHO = {"environment": "assay.testing.echo_environment:Echo", "data": (), "reward": (), "tasks": 64, "max_turns": 3,
+        "max_completion_length": 6, "max_episode_length": 200}
+
+
+def test_episodes_that_a_server_drew_are_weighed_as_the_witness_weighs_them(parent: Path, tmp_path: Path,
+                                                                             monkeypatch: pytest.MonkeyPatch):
+    serving = EngineThread(ServerSize(slots=16, dtype=torch.bfloat16, takes_weights=True))
+    serving.open("policy", parent)
+    with serve_in_background(serving) as url:
+        said = replayed(parent, tmp_path / "run", vllm_server_base_url=url, **ECHO)
+    assert [verdict.outcome for verdict in said] == [Outcome.PROVEN] * 2, "\n".join(map(str, said))
+    monkeypatch.setattr(due_rollout, "importance_weights", lambda said, tokens, *_: [1.0] * tokens)
+    assert Outcome.REFUTED in [replay_step(record).outcome for record in pending_records(tmp_path / "run")]
+
+
+@pytest.mark.parametrize("weigh", [True, False])
+def test_episodes_played_one_step_ahead_are_weighed_as_the_witness_weighs_them(weigh: bool, parent: Path, tmp_path: Path,
+                                                                                monkeypatch: pytest.MonkeyPatch):
+    """Weights that are left out, with the check that looks for them silenced, are the witness's to find."""
+    if not weigh:
+        monkeypatch.setattr(rollouts_ahead, "truncated_weights", lambda now, then, counts, cap: torch.ones_like(now))
+        monkeypatch.setattr(rollouts_ahead, "check_stale_weights", lambda *_: proven("importance", "not looked at"))
+    said = replayed(parent, tmp_path / "run", max_staleness=1, **ECHO)
+    due = [Outcome.PROVEN, Outcome.PROVEN if weigh else Outcome.REFUTED]
+    assert [verdict.outcome for verdict in said] == due, "\n".join(map(str, said))
 
 
 def test_completions_that_are_not_learned_from_are_seen(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

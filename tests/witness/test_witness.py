@@ -16,14 +16,15 @@ from assay.data.packing import PackedExamples, hold_out
 from assay.errors import GuardStop, UsageError
 from assay.learn import loop
 from assay.learn.lr_schedule import Budget, Schedule
-from assay.recipes import hand_over, run, sft, witness_records
+from assay.recipes import hand_over, run, sft, witness_pace, witness_records
 from assay.recipes.options import Sft
 from assay.recipes.trainer import Trainer
+from assay.recipes.witness_pace import WitnessPace
 from assay.recipes.witness_records import pending_records, witness_verdict
 from assay.store.checkpoint import open_checkpoint
 from assay.testing.tiny_models import save_model, tiny_model, tokenizer_and_stops
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
-from assay.verdict import Outcome, proven
+from assay.verdict import Outcome, proven, unproven
 from assay.witness import replay
 from assay.witness.due_rows import DueText, PackedPlan, WindowPlan, seed_at, shuffled_place
 from assay.witness.due_texts import texts_to_learn
@@ -226,3 +227,29 @@ def test_a_fault_of_step_1_stops_the_run_at_its_first_save(tmp_path: Path, monke
         sft.sft(options(tmp_path, max_steps=1), lambda _: None)
     assert not (tmp_path / "run" / "model").exists()
     assert (tmp_path / "run" / "witness" / "step-000001" / "before.safetensors").exists()
+
+# ---------------------------------------------------------------- pace
+
+
+def test_a_replay_is_kept_where_two_percent_of_the_time_pay_for_it(tmp_path: Path):
+    clock = [0.0]
+    pace = WitnessPace(lambda: clock[0])
+    assert pace.too_dear(expected=9.0) is None, "of a small model replays take seconds"
+    assert "would have taken 30 s of the 0 s so far" in str(pace.too_dear(expected=30.0))
+    pace.kept.append(tmp_path)
+    (tmp_path / "verdict.json").write_text(json.dumps(unproven("witness", "timed", seconds=30.0).to_json()))
+    clock[0] = 2900.0
+    assert pace.too_dear(expected=1.0) is not None, "what was measured counts, not what was expected"
+    clock[0] = 3000.0
+    assert pace.too_dear(expected=1.0) is None
+
+
+@pytest.mark.usefixtures("recording")
+def test_the_first_step_is_always_kept_and_what_is_not_paid_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(witness_pace, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(witness_pace, "WITNESS_SHARE", 0.0)
+    sft.sft(options(tmp_path, witness="0"), lambda _: None)
+    assert [record.name for record in pending_records(tmp_path / "run")] == ["step-000001"]
+    said = replay_steps(pending_records(tmp_path / "run"))
+    assert said.outcome is Outcome.PROVEN
+    assert "step-000003 was not replayed: replays would have taken" in witness_verdict(tmp_path / "run", "0").reason

@@ -11,6 +11,7 @@ from tests.zoo.sightings import sight
 REASONS = {
     "agent's trajectory of another version": "come from version",
     "agent's reward given twice": "a reward is given once",
+    "agent's crash scored 0": "unknown is not 0",
     "branch of an agent's conversation lost": "a branch was lost",
     "agent's own words taken for the policy's": "that the policy did not sample",
     "agent's conversation rendered and encoded again": "as they were sampled",
