@@ -229,12 +229,18 @@ class ShardedModel:
     def _set_of(self, names: list[str], stayed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         number, self._set = self._set, self._set + 1
         if self._dropped:
-            dropped, self._dropped = self._dropped, []
+            dropped = list(self._dropped)
+            self._dropped.clear()  # the same list: those that are still in use will name themselves in it
             self.drop_gradients(numbers=dropped)
         found = LazyTensors(names, lambda name: stayed[name].cpu() if name in stayed else
                             self.gather_of(kind="gradients", name=name, number=number))
         weakref.finalize(found, self._dropped.append, number)
         return found
+
+    @in_all_processes
+    def forget_gradients(self) -> None:
+        """Nobody compares any more."""
+        self.gradient_sets.clear()
 
     @in_all_processes
     def drop_gradients(self, *, numbers: list[int]) -> None:
