@@ -133,9 +133,9 @@ def parts_timed(methods: Mapping[str, tuple[type, str]], parts: Callable[[], Par
             setattr(owner, method, kept[name])
 
 
-def without_stops(config: Grpo, device: str, say: Callable[[str], None]) -> StartingModel:
+def without_stops(config: Grpo, *given: Any) -> StartingModel:
     """In the place of `load_start`: every completion is as long as it may be."""
-    start = load_start(config, device, say)
+    start = load_start(config, *given)
     return replace(start, parent=replace(start.parent, stops=replace(start.parent.stops, stop_ids=())))
 
 

@@ -83,7 +83,7 @@ def asks_in(template: str, wording: str) -> bool:
 def with_rephrasings(facts: Sequence[Fact], wordings: Wordings, tokenizer: Tokenizer, count: int, seed: int) -> list[Fact]:
     """Each fact with its own rephrasings and at most `count` other wordings of its relation, drawn at the seed's address; none in which
     any of them is evaluated."""
-    evaluated = [template for fact in facts for prompt in fact.paraphrases if (template := template_of(prompt, fact.subject)) is not None]
+    evaluated = evaluated_templates(facts)
     free = [wording for wording in wordings.answers if not any(asks_in(template, wording) for template in evaluated)]
     found = []
     for fact in facts:
@@ -93,6 +93,10 @@ def with_rephrasings(facts: Sequence[Fact], wordings: Wordings, tokenizer: Token
         placed = [said for i in order if (said := placed_rephrasing(tokenizer, fact, fitting[i])) is not None]
         found.append(replace(fact, rephrasings=(*fact.rephrasings, *placed[:count])))
     return found
+
+
+def evaluated_templates(facts: Sequence[Fact]) -> list[str]:
+    return [template for fact in facts for prompt in fact.paraphrases if (template := template_of(prompt, fact.subject)) is not None]
 
 
 def placed_rephrasing(tokenizer: Tokenizer, fact: Fact, wording: str) -> Rephrasing | None:

@@ -18,6 +18,7 @@ from assay.editing.fact_questions import FactReply, QuestionKind
 from assay.editing.facts import Fact, RefusedFact
 from assay.editing.memit import EditResult
 from assay.editing.moments import TokenizedText
+from assay.editing.rephrasings import wording_of
 from assay.generate.policy_logprobs import completion_logprobs
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
@@ -115,6 +116,22 @@ def answered_paraphrases(before: EditedReplies, after: EditedReplies) -> dict[st
     if answered := [now for was, now in pairs if was.says_other]:
         found["paraphrase, generated, after, where the old answer was"] = _rate([bool(now.says) for now in answered],
                                                                                 [now.question.fact for now in answered])
+    return found
+
+
+def relation_rates(facts: Sequence[Fact], after: EditedReplies) -> dict[str, dict[str, float | int | None]]:
+    """relation → its facts, how many of their targets are said as asked and in other words, and the median rank of these targets. Where a
+    row names no relation, its prompt's wording stands for it."""
+    relations = {fact.name: fact.relation or wording_of(fact) for fact in facts}
+    found: dict[str, dict[str, float | int | None]] = {}
+    for relation in dict.fromkeys(relations.values()):
+        row: dict[str, float | int | None] = {"facts": sum(relations[fact.name] == relation for fact in facts)}
+        for kind in ("efficacy", "paraphrase"):
+            replies = [reply for reply in after.of(kind) if relations[reply.question.fact] == relation]
+            ranks = [reply.rank for reply in replies if reply.rank is not None]
+            row[f"{kind}, generated"] = sum(bool(reply.says) for reply in replies) / len(replies) if replies else None
+            row[f"{kind}, median rank"] = float(np.median(ranks)) if ranks else None
+        found[relation] = row
     return found
 
 

@@ -24,6 +24,7 @@ ROWS_AGAIN = 2  # of text
 SAME_NATS = 2e-3  # a token: what fp32 differs by when other rows stand beside one, as the preflight allows
 CLOSE_CALL = 1e-3  # between the two likeliest tokens, below which greedy may take either
 SAME_MEAN = 1e-9
+HALF = "\ufffd"  # stands for a character of which not all tokens are there yet
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def _greedy(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], recorded: str, stop_ids: Collection[int]) -> str | None:
     """What the likeliest tokens say instead of what is recorded; None where they say it, or where two are as likely."""
     ids: list[int] = []
-    while len(text := tokenizer.decode(ids, special=False)) < len(recorded):
+    while len(text := tokenizer.decode(ids, special=False)) < len(recorded) or _half_said(text, recorded):
         best = _next_logits(model, [*prompt, *ids]).topk(2)
         if float(best.values[0] - best.values[1]) < CLOSE_CALL:
             return None
@@ -109,6 +110,11 @@ def _greedy(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], rec
             break
         ids.append(token)
     return None if text.startswith(recorded) else text
+
+
+def _half_said(text: str, recorded: str) -> bool:
+    """The last character's other tokens are still to come."""
+    return len(text) == len(recorded) and text[-1:] == HALF != recorded[-1:]
 
 
 def _next_logits(model: Transformer, ids: Sequence[int]) -> torch.Tensor:

@@ -43,6 +43,7 @@ from assay.evaluation.edit_evaluation import (
     edit_estimates,
     edit_failures,
     evaluate_edits,
+    relation_rates,
     update_sizes,
 )
 from assay.evaluation.edit_recount import check_edit_figures, check_replies
@@ -351,7 +352,8 @@ def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edi
                for b, a in zip(before.replies, after.replies, strict=True)]
     document = {"layers": outcome.layers, "estimates": found, "sizes": outcome.sizes, "failed": outcome.failed, "seconds": outcome.seconds,
                 "refused": [asdict(one) for one in outcome.refused], "verdicts": [verdict.to_json() for verdict in outcome.verdicts],
-                "facts": rows, "replies": replies, "probe": None if texts_beside is None else texts_beside.to_json()}
+                "facts": rows, "replies": replies, "relations": relation_rates(facts, after),
+                "probe": None if texts_beside is None else texts_beside.to_json()}
     run.log(Event.EDITS, layers=outcome.layers, estimates=plain(found), sizes=plain(outcome.sizes), failed=plain(outcome.failed),
                       refused=plain([asdict(one) for one in outcome.refused]),
                       verdicts=plain([verdict.to_json() for verdict in outcome.verdicts]))
@@ -369,4 +371,4 @@ def check_edit_report(file: Path, outcome: EditOutcome, facts: int) -> Verdict:
 
 
 def _reply(reply: Any) -> dict[str, Any]:
-    return {"answer_nll": reply.answer_nll, "other_nll": reply.other_nll, "said": reply.said}
+    return {"answer_nll": reply.answer_nll, "other_nll": reply.other_nll, "said": reply.said, "rank": reply.rank}

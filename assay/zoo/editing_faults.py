@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.editing import edit_preflight, memit, moments, solve, subject_tokens, targets
+from assay.editing import edit_preflight, memit, moments, rephrasings, solve, subject_tokens, targets
 from assay.editing import fact_questions as q
 from assay.editing import facts as fact_rows
 from assay.editing.contexts import averaged_keys, sample_contexts
@@ -111,6 +111,16 @@ def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
         edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(2), [LAYER], solve_by, around, AIM, parent=None)
     with patched(after.model, edited.patch):
         return [edit_drift.check_edit_drift(edit_drift.probe_edit(before, after, rounds=2, seed=0))]
+
+
+def rephrasings_of_a_file(folder: Path, plant: Plant) -> list[Verdict]:
+    """A file that asks in three wordings; the edits are judged in the second of them."""
+    first, again = tiny_facts.fact_edits(6), "Everyone knows that {} dwells in"
+    others = [make_fact(f"{fact.name}, {wording}", wording, fact.subject, fact.target, old=fact.old, paraphrases=(fact.prompt,))
+              for fact in first for wording in (tiny_facts.HOME_AGAIN, again)]
+    with plant(folder):
+        wordings = rephrasings.read_wordings([*first, *others])
+        return [rephrasings.check_rephrasings(rephrasings.with_rephrasings(first, wordings, tiny_facts.facts_tokenizer(), 4, 0))]
 
 
 def moments_from_the_cache(folder: Path, plant: Plant) -> list[Verdict]:
@@ -251,3 +261,10 @@ def moments_of_another(usual: Any) -> Transformer:
 def moments_left_out(__: Any, moment_FF: Tensor, *_: object) -> Tensor:
     """The facts are said and their keys are small; nothing kept what other texts need of the same matrix."""
     return 1e-9 * torch.eye(len(moment_FF), dtype=torch.float64)
+
+
+@fault("evaluated paraphrases in the search", rows=(), stage="edit", check="rephrasings", job=rephrasings_of_a_file)
+@in_place_of(rephrasings, "evaluated_templates")
+def judged_by_what_was_sought(_: Any, __: Sequence[Fact]) -> list[str]:
+    """Every wording of a relation goes into the search, those of the evaluation too: paraphrases are then said as often as prompts."""
+    return []

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from assay.editing.facts import make_fact
 from assay.editing.moments import tokenized_text
+from assay.evaluation import edit_recount
 from assay.evaluation.edit_evaluation import EditedReplies, edit_estimates, evaluate_edits
 from assay.evaluation.edit_recount import check_edit_figures, check_replies
 from assay.model.transformer import initialised
@@ -35,6 +37,7 @@ def test_what_was_asked_comes_out_again(asked):
     lambda found: replace(found, replies=[replace(one, answer_nll=one.answer_nll + 0.01) for one in found.replies]),
     lambda found: replace(found, replies=[replace(one, other_nll=None) for one in found.replies]),
     lambda found: replace(found, replies=[replace(one, said="Oran!" + one.said) for one in found.replies]),
+    lambda found: replace(found, replies=[replace(one, rank=one.rank + 9) for one in found.replies]),
     lambda found: replace(found, text_nll=found.text_nll + 1),
     lambda found: replace(found, fluency=[bits + 0.1 for bits in found.fluency]),
     lambda found: replace(found, text_tokens=found.text_tokens + 1),
@@ -47,7 +50,8 @@ def test_a_reply_that_does_not_come_out_again_is_refuted(asked, wrong):
 @pytest.mark.parametrize(("name", "change"), [
     ("efficacy, likelier, after", {"mean": 0.5, "low": 0.0, "high": 1.0}), ("paraphrase, generated, before", {"n": 1}),
     ("fluency (bits), after", {"mean": 0.1, "low": 0.0, "high": 9.0}), ("perplexity drift", {"mean": 0.1, "high": 0.2}),
-    ("perplexity drift", {"n": 2}), ("efficacy, generated, before", None)])
+    ("perplexity drift", {"n": 2}), ("efficacy, generated, before", None), ("paraphrase, reciprocal rank, after", {"mean": 0.9}),
+    ("paraphrase, old answer generated, before", None)])
 def test_a_figure_that_the_replies_do_not_give_is_refuted(asked, name, change):
     found: EditedReplies = asked[2]
     estimates = dict(edit_estimates(found, found))
@@ -66,3 +70,16 @@ def test_a_question_that_was_not_asked_is_missed(asked):
     verdict = check_edit_figures(FACTS, fewer, fewer, edit_estimates(fewer, fewer))
     assert verdict.outcome is Outcome.REFUTED
     assert "0 paraphrase questions were asked" in verdict.reason
+
+
+def test_the_last_character_of_a_reply_may_be_several_tokens(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, prompt = tiny_tokenizer(), [5]
+    due = tokenizer.encode('"ע')
+    assert tokenizer.decode(due[:-1], special=False) == '"\ufffd'
+    # A model of which nothing but what comes next is asked.
+    monkeypatch.setattr(edit_recount, "_next_logits",
+                        lambda _, ids: torch.nn.functional.one_hot(torch.tensor(([*due, 7])[len(ids) - len(prompt)]), 512).float())
+    model = initialised(tiny_config("llama"), 0)
+    assert edit_recount._greedy(model, tokenizer, prompt, '"ע', ()) is None
+    assert edit_recount._greedy(model, tokenizer, prompt, '"\ufffd', ()) is None
+    assert edit_recount._greedy(model, tokenizer, prompt, '"x', ()) == '"ע'

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from assay.config import parse
-from assay.errors import ArtifactError, DataError, UsageError
+from assay.errors import ArtifactError, DataError, GuardStop, UsageError
 from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes import edit as recipe
 from assay.recipes.edit import EditOutcome, apply_patch, check_edit_report, parsed_layers
@@ -99,6 +99,31 @@ def test_what_could_not_be_measured_is_refused_before_any_work(tmp_path: Path):
         with pytest.raises(DataError, match="or lower --drift-tokens"):
             recipe.edit(flags)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_paraphrase_that_is_sought_and_evaluated_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    base(tmp_path)
+    rows = [row(fact) | {"rephrasings": [tiny_facts.HOME_AGAIN]} for fact in tiny_facts.fact_edits(2)]
+    with pytest.raises(GuardStop, match="2 of 2 rephrasings are among the paraphrases that judge the edits"):
+        recipe.edit(options(tmp_path, *rows, more="--layers 0-1"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_tuned_edit_is_written_proven_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Through the recipe: a row's own rephrasing is sought, the paraphrase is evaluated, and the report knows ranks and relations."""
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    base(tmp_path)
+    rows = [row(fact) | {"rephrasings": ["They know that {} lives in"], "relation": "home"} for fact in tiny_facts.fact_edits(3)]
+    more = "--layers 0-1 --method tune --tune-steps 30 --tune-lr 0.01 --tune-hold 0.5 --moment-tokens 1500 --probe-samples 0 --goal-drift 1"
+    outcome = recipe.edit(options(tmp_path, *rows, more=more))
+    judged = {verdict.check: verdict.outcome for verdict in outcome.verdicts}
+    assert judged["search"] is judged["figures"] is judged["replies"] is judged["hashes"] is Outcome.PROVEN
+    assert outcome.results["efficacy, reciprocal rank, after"].mean > outcome.results["efficacy, reciprocal rank, before"].mean
+    written = json.loads((tmp_path / "run" / "edits.json").read_text())
+    assert written["relations"]["home"]["facts"] == 3
+    assert written["relations"]["home"]["efficacy, median rank"] < 10
+    assert all(isinstance(one["after"]["rank"], int) for one in written["replies"])
 
 
 def test_a_patch_belongs_to_its_parent_and_frozen_tensors_stay(tmp_path: Path):

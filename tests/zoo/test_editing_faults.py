@@ -16,6 +16,7 @@ REASONS = {
     "padding counted as text": "padding is counted",
     "another model's moments under this one's digest": "the second moments in the cache are not this model's: layer 0's differ",
     "text's moments left out of the solve": "nats a token more than its own, bound 0.5",
+    "evaluated paraphrases in the search": "6 of 12 rephrasings are among the paraphrases that judge the edits: Borin",
 }
 
 
