@@ -9,6 +9,7 @@ Processes are forked here and share this machine's cores: seconds a step show wh
 run folder.
 """
 
+import ctypes
 import json
 import os
 import platform
@@ -131,6 +132,7 @@ def peaks(home: Path, model: str, count: int, in_parts: bool) -> tuple[list[int]
 
 def watched(home: Path, where: Path, model: str, in_parts: bool) -> None:
     over, most, before = threading.Event(), [0], [0]
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back
     if not in_parts:
         starting_model.opens_in_parts = lambda _: False
     usual = (Trainer.start_loop, ShardedModel.said_by_all)

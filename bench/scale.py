@@ -173,9 +173,10 @@ def limits() -> list[list[str]]:
     least = [next((str(n) for n in range(1, 1025) if memory(shape, n, sharded=True) <= room), "more") for shape in SHAPES]
     rows = [(room - 18 * shape.parameters / 1024 - 8 * shape.parameters / shape.layers) / (
         2 * shape.layers * shape.width + constant("activations, bytes a token, layer and width") * shape.width) for shape in SHAPES]
-    parity = ["no" if 8 * shape.parameters > room else "yes" for shape in SHAPES]
+    opening = [(24 * shape.parameters / 16 + 16 * shape.parameters / shape.layers) / 2**30 for shape in SHAPES]
     return [["GPUs from which the sharded state fits", *least],
-            ["model and gradients fit one GPU, as the comparison before step 1 needs", *parity],
+            ["GiB of process 0 before step 1 on 16 GPUs: weights, moments, three sets of gradients, a layer",
+             *(f"{number:,.1f}" for number in opening)],
             ["tokens a GPU and step below which FSDP waits for the network", *[f"{hidden:,.0f}"] * len(SHAPES)],
             ["GPUs from which the batch is larger than is useful: tensor parallelism",
              *[f"{constant('largest useful batch, tokens') / tokens:,.0f}"] * len(SHAPES)],

@@ -229,12 +229,18 @@ class ShardedModel:
     def _set_of(self, names: list[str], stayed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         number, self._set = self._set, self._set + 1
         if self._dropped:
-            dropped, self._dropped = self._dropped, []
+            dropped = list(self._dropped)
+            self._dropped.clear()  # the same list: those that are still in use will name themselves in it
             self.drop_gradients(numbers=dropped)
         found = LazyTensors(names, lambda name: stayed[name].cpu() if name in stayed else
                             self.gather_of(kind="gradients", name=name, number=number))
         weakref.finalize(found, self._dropped.append, number)
         return found
+
+    @in_all_processes
+    def forget_gradients(self) -> None:
+        """Nobody compares any more."""
+        self.gradient_sets.clear()
 
     @in_all_processes
     def drop_gradients(self, *, numbers: list[int]) -> None:
@@ -410,15 +416,34 @@ class ShardedModel:
             raise GuardStop(f"{name}: process {self.world.rank} has no gradient of it, others may have: the step would part them")
         gradient = p.grad if optimizer.found_inf is None else torch.where(optimizer.found_inf > 0, 0.0, p.grad)
         momentum = optimizer.state[p]["momentum"].lerp_(gradient, (1 - group["momentum"]) * keep)
-        height = self.shapes[name][0]
-        whole = self.world.gather_rows(torch.lerp(gradient, momentum, group["momentum"]), height, owner)
-        update = None
-        if whole is not None:
-            update = torch.cat([orthogonalised(matrix[None])[0] * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-                                for matrix in whole.to(p.device).split(rows)])
-        moved = self.world.scatter_rows(update, p, height, owner)
+        moved = self._direction(torch.lerp(gradient, momentum, group["momentum"]), rows, name, owner)
         p.mul_(1 - group["lr"] * group["weight_decay"] * keep)
         p.add_(moved * (-group["lr"] * keep))
+
+    def _direction(self, part: Tensor, rows: tuple[int, ...], name: str, owner: int) -> Tensor:
+        """This process's rows of Muon's direction for a matrix (or several, one below the other) of which each has a part."""
+        height = self.shapes[name][0]
+        whole = self.world.gather_rows(part, height, owner)
+        update = None if whole is None else matrix_direction(whole.to(part.device), rows)
+        return self.world.scatter_rows(update, part, height, owner)
+
+    @in_all_processes
+    def directions_apart(self) -> tuple[str, float] | None:
+        """Of Muon's last matrix of several, or its last: how far its direction, as all processes make it of their rows, is from that of
+        the whole matrix; found in process 0, with the weights in the gradient's place. None where no matrix moves so."""
+        reshard(self.model)
+        names = {id(part): name for name, part in self.parts.items()}
+        muon = [group for group in self.optimizer.param_groups if group.get("orthogonal")]
+        if not muon:
+            return None
+        p, rows = max(zip(muon[0]["params"], muon[0]["rows"], strict=True), key=lambda each: len(each[1]))
+        name, height = names[id(p)], self.shapes[names[id(p)]][0]
+        found = self.world.gather_rows(self._direction(p.detach(), rows, name, self.world.size - 1), height, 0)
+        whole = self.world.gather_rows(p, height, 0)
+        if found is None or whole is None:
+            return None
+        due = matrix_direction(whole.to(p.device), rows).cpu()
+        return name, float((found.cpu() - due).norm() / due.norm())
 
     # ---------------------------------------------------------------- the average
 
@@ -687,6 +712,11 @@ def around_same_tensors(model: Transformer) -> Transformer:
     """Another module tree: what is put in the place of one's methods is not the other's."""
     held: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, held)
+
+
+def matrix_direction(whole: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Muon's, of matrices of so many rows, one below the other."""
+    return torch.cat([orthogonalised(matrix[None])[0] * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5 for matrix in whole.split(rows)])
 
 
 def some_elements(tensor: Tensor) -> Tensor:

@@ -150,7 +150,17 @@ def check_sharding(sharded: ShardedModel, batch: Batch, micro: int) -> list[Verd
     words = (f"gradients of {size} processes that hold the model in parts, and of one that holds all of it, differ by {apart:.1e} of their "
              f"norm, bound {PARITY:.0e}; losses {together:.6f} and {alone:.6f}")
     close = apart <= PARITY and abs(together - alone) <= PARITY * max(1.0, abs(alone))
-    return [check_parts(sharded), (proven if close else refuted)("world_parity", words, apart=apart, processes=size)]
+    return [check_parts(sharded), (proven if close else refuted)("world_parity", words, apart=apart, processes=size),
+            *check_matrix_direction(sharded)]
+
+
+def check_matrix_direction(sharded: ShardedModel) -> list[Verdict]:
+    """Whether Muon orthogonalises matrices that lie in parts as it does whole ones; nothing where another rule moves them."""
+    if (found := sharded.directions_apart()) is None:
+        return []
+    name, apart = found
+    words = f"Muon's direction of {name}, made of parts, is {apart:.1e} of its norm from that of the whole matrix, bound {PARITY:.0e}"
+    return [(proven if apart <= PARITY else refuted)("directions", words, apart=apart)]
 
 
 def check_parts(sharded: ShardedModel) -> Verdict:

@@ -30,7 +30,7 @@ from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Trained, Tuned
 from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, parent_model, reopen_beside
+from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside, streamed_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.early_stopping import StoppingRule
 from assay.store.artifact import Artifact
@@ -166,7 +166,7 @@ def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
 @torch.no_grad()
 def parent_loss(start: StartingModel, reopened: Artifact, objective: Objective, batch: Batch, trainer: Trainer) -> float:
     """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
-    parent = parent_model(start, reopened, trainer.device, trainer.model.compute_dtype)
+    parent = streamed_parent(start, reopened, trainer.device, trainer.model.compute_dtype)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 

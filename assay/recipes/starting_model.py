@@ -262,7 +262,7 @@ def reopen_parent(start: StartingModel) -> Artifact:
     return found
 
 
-def parent_model(start: StartingModel, reopened: Artifact, device: str, compute: torch.dtype | None) -> Transformer:
+def streamed_parent(start: StartingModel, reopened: Artifact, device: str, compute: torch.dtype | None) -> Transformer:
     """The parent as it lies on the disk, to compute with; of a model that nobody holds whole, read matrix by matrix at every pass."""
     parent = place_for_inference(build_model(reopened, None), device, compute=compute)
     if start.weights.stored is not None:

@@ -235,6 +235,7 @@ class Trainer:
         if isinstance(alone, GraphedAccumulate):
             alone.keep_only(self.model.compute_dtype)
         if self.sharded is not None and self.sharded.never_whole:
+            self.sharded.forget_gradients()
             self._account: UpdateAccount = PartedAccount(self.sharded, self.weights.reachable())
         else:
             self._account = UpdateAccount(self.weights.model, self.weights.reachable(), drawn=self._masters_in_bf16())

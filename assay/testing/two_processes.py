@@ -15,14 +15,16 @@ from assay.errors import AssayError, GuardStop
 from assay.generate.sampler_weights import tensor_checksums
 from assay.learn.loop import train
 from assay.learn.objectives import next_token
-from assay.learn.optim import adamw
+from assay.learn.optim import adamw, muon
 from assay.learn.sharded import ShardedModel, ShardedOptimizer
+from assay.model.transformer import Transformer, qkv_rows
 from assay.model.world import join_world
 from assay.recipes.processes import check_gathered, check_ranks, check_sharding
 from assay.testing.fault_injection import Plant
 from assay.testing.tiny_models import tiny_model
 from assay.verdict import Outcome, Verdict, proven, refuted
 
+OptimizerOf = Callable[[Transformer], torch.optim.Optimizer]
 FROZEN = "blocks.0.attn.qkv.weight"
 STEPS, SECONDS_TO_ANSWER, ANSWER = 2, 90.0, "verdicts.json"
 
@@ -32,14 +34,20 @@ def seed_of_weights(rank: int) -> int:
     return 0
 
 
-def a_sharded_run(folder: Path, plant: Plant) -> list[Verdict]:
+def a_sharded_run(folder: Path, plant: Plant, optimizer_of: OptimizerOf | None = None) -> list[Verdict]:
     """A model with moments, as a resumed run has them, is cut into parts; two steps; and what all processes say of them."""
     with plant(folder):
-        codes = fork_processes(lambda: _take_part(folder), 2)
+        codes = fork_processes(lambda: _take_part(folder, optimizer_of or (lambda model: adamw(model.named_parameters(), 1e-2))), 2)
     if not (folder / ANSWER).exists():
         return [refuted("ranks", f"the processes ended with {codes} and said nothing")]
     said = json.loads((folder / ANSWER).read_text())
     return [Verdict(each["check"], Outcome(each["outcome"]), each["reason"], each["evidence"]) for each in said]
+
+
+def a_sharded_muon_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """The same with matrices that move by orthogonalised momentum."""
+    return a_sharded_run(folder, plant, lambda model: muon(model.named_parameters(), lr_matrix=1e-2, lr_embed=1e-2, lr_scalar=1e-2,
+                                                           slices={FROZEN.replace(".0.", ".1."): qkv_rows(model.config)}))
 
 
 def fork_processes(act: Callable[[], object], count: int) -> list[int]:
@@ -71,15 +79,16 @@ def _exit_code(act: Callable[[], object]) -> int:
     return 0
 
 
-def _take_part(folder: Path) -> None:
+def _take_part(folder: Path, optimizer_of: OptimizerOf) -> None:
     torch.set_num_threads(1)
     world = join_world("cpu", SECONDS_TO_ANSWER)
     model = tiny_model(seed=seed_of_weights(world.rank)).requires_grad_(True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name != FROZEN)
-    optimizer = adamw(model.named_parameters(), 1e-2)
+    optimizer = optimizer_of(model)
     for number, state in enumerate(optimizer.state.values()):
-        state["exp_avg"].copy_(torch.linspace(-1e-4, 1e-4 + 1e-6 * number, state["exp_avg"].numel()).view_as(state["exp_avg"]))
+        first = state["exp_avg" if "exp_avg" in state else "momentum"]
+        first.copy_(torch.linspace(-1e-4, 1e-4 + 1e-6 * number, first.numel()).view_as(first))
     sharded = ShardedModel(world, model, optimizer, next_token, tensor_checksums)
     with world:
         if world.rank > 0:

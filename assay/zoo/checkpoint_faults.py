@@ -167,14 +167,14 @@ fault("hole in a shard", rows=("C03",), stage="load", check="values", job=a_fold
     # Its space was reserved and its data never came: the right length, and zeros.
     on_disk(lambda folder: rewrite_tensors(shard_files(folder)[1],
                                            lambda weights: {name: torch.zeros_like(t) for name, t in weights.items()})))
-fault("absent shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))(
+fault("absent shard", rows=("C04", "N23"), stage="load", check="whole", job=a_folder(sharded=True))(
     on_disk(lambda folder: shard_files(folder)[-1].unlink()))
 fault("tensor in another shard", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))(
     on_disk(lambda folder: edit_json(folder / INDEX_FILE, lambda index: index | {
         "weight_map": index["weight_map"] | {NORM: shard_files(folder)[0].name}})))
 fault("swapped shards", rows=("C04",), stage="load", check="whole", job=a_folder(sharded=True))(
     on_disk(lambda folder: exchange_files(shard_files(folder)[0], shard_files(folder)[1])))
-fault("stale shard", rows=("C03",), stage="save", check="whole", job=a_checkpoint(sharded=True))(
+fault("stale shard", rows=("C03", "N24"), stage="save", check="whole", job=a_checkpoint(sharded=True))(
     # From an older step: same names, shapes and size.
     on_disk(lambda folder: shutil.copy(shard_files(another(folder, sharded=True).folder)[1], shard_files(folder)[1])))
 fault("manifest of another checkpoint", rows=("C02",), stage="save", check="whole", job=a_checkpoint())(

@@ -137,6 +137,16 @@ fault("order of the first epoch again", rows=("C16",), stage="resume", check="co
     lambda _: resuming_with(lambda order, step: order.batch(step % (order.windows // order.rows))))
 
 
+fault("resume offset in every later epoch", rows=("N28",), stage="resume", check="consumed", job=a_resumed_run)(
+    # What was skipped to come to the place is skipped again whenever the data begins anew: each epoch reads its tail twice.
+    lambda _: resuming_with(lambda order, step: order.batch(offset_again(step, order.windows // order.rows))))
+
+
+def offset_again(step: int, epoch: int) -> int:
+    begun = step // epoch * epoch
+    return step if begun == 0 else begun + (step - begun + _FIRST) % epoch
+
+
 @fault("rows of the shuffle buffer lost", rows=("C17",), stage="resume", check="consumed", job=a_resumed_run)
 def buffer_lost(_: Path) -> AbstractContextManager[None]:
     """Sixteen rows had been drawn and not yet read; nobody reads them."""

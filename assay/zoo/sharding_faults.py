@@ -23,7 +23,7 @@ from assay.testing import two_processes
 from assay.testing.fault_injection import Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import tiny_model
 from assay.testing.tiny_training import MICRO_ROWS, TinyRun
-from assay.testing.two_processes import a_sharded_run
+from assay.testing.two_processes import a_sharded_muon_run, a_sharded_run
 from assay.verdict import Verdict
 
 
@@ -110,6 +110,20 @@ def both(one: AbstractContextManager[None], other: AbstractContextManager[None])
 @in_place_of(ShardedModel, "refresh")
 def older_policy(usual: Any, model: ShardedModel) -> None:
     """What lies with several processes is gathered for the first rollout, and never again."""
+
+
+@fault("masters rounded to bf16 as they are cut", rows=("N10",), stage="distributed", check="sharded", job=a_sharded_run)
+@in_place_of(ShardedModel, "_own_rows")
+def masters_in_bf16(usual: Any, model: ShardedModel, tensor: Tensor) -> Tensor:
+    """The widening back to fp32 was lost: from here on small updates are rounded away."""
+    return usual(model, tensor).bfloat16().float()
+
+
+@fault("Muon orthogonalises parts of a matrix", rows=("N25",), stage="distributed", check="directions", job=a_sharded_muon_run)
+@in_place_of(ShardedModel, "_direction")
+def parts_orthogonalised(usual: Any, model: ShardedModel, part: Tensor, *_: Any) -> Tensor:
+    """What a process holds of a matrix is taken for a matrix: the loss falls, and the method is another one."""
+    return sharded.matrix_direction(part, (len(part),))
 
 
 def a_replayed_step(folder: Path, plant: Plant) -> list[Verdict]:

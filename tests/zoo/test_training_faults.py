@@ -66,6 +66,7 @@ REASONS = {
     # resuming
     "place in the data lost": "step 11 read the windows 159, 299, 176, 189, …, the plan has 1, 210, 321, 225, …, which are those of step 0",
     "order of the first epoch again": "which are those of step 1",
+    "resume offset in every later epoch": "step 11 read the windows",
     "rows of the shuffle buffer lost": "step 11 read the windows",
     "another batch written down than was read": "step 11 wrote down that it read",
     "cold moments": "0 weights and 22 tensors of the optimizer in memory are not those of step-000011",
