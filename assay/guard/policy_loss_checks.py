@@ -4,7 +4,7 @@ What was asked for is a `Surrogate`, a normalisation and the rewards. Everything
 group and sequence by sequence, so that what the run constructed is compared with what it was told to construct.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -210,6 +210,6 @@ def _pull(model: Transformer, batch: Batch, slope_BT: Tensor, temperature: float
     return (batch.weight * slope_BT * _logprobs(model, batch, temperature)).sum()
 
 
-def _cosine(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+def _cosine(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
     a, b = (torch.cat([part[name].float().flatten() for name in sorted(one.keys() & two.keys())]) for part in (one, two))
     return float(a @ b / (a.norm() * b.norm() + 1e-20))

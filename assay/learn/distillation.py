@@ -84,9 +84,9 @@ def distillation(teacher: Transformer, blend: DistillationSettings | None = None
 
     def objective(student: Transformer, batch: Batch) -> Loss:
         vocab = shared_vocab(student, teacher, blend.vocab)
-        coarse = blend.top_k is not None and blend.top_k < vocab
-        divergence = partial(among_top_k, known[blend.divergence], blend.top_k, blend.divergence == "reverse") if coarse else \
-            known[blend.divergence]
+        divergence, coarse = known[blend.divergence], blend.top_k is not None and blend.top_k < vocab
+        if blend.top_k is not None and coarse:
+            divergence = partial(among_top_k, divergence, blend.top_k, blend.divergence == "reverse")
         with torch.no_grad():
             states_NE = flat_states(teacher, batch)
             head_VE = teacher.head_weight().to(states_NE.dtype)

@@ -50,7 +50,8 @@ def due_metric(options: Mapping[str, Any]) -> DueRule:
 def due_scores(rule: DueRule, given: Sequence[Given]) -> list[float]:
     """Before the weight."""
     if ".py:" in rule.name:
-        return ask_function(*rule.name.rsplit(":", 1), given)
+        file, name = rule.name.rsplit(":", 1)
+        return ask_function(file, name, given)
     if rule.name == "answer" and not set(rule.options) - {"how"}:
         read = lenient_answer if rule.options.get("how") == "lenient" else strict_answer
         if not all({"gold", "answer"} & set(row) for _, _, row in given):

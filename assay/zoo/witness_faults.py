@@ -248,6 +248,14 @@ def _turned(found: Any) -> Any:
 # ---------------------------------------------------------------- evaluations during a reinforcement
 
 
+@functools.cache
+def training_prompts() -> list[Any]:
+    """Of the same file, and not held out."""
+    config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out="", reward=("answer:1",), prompts=2,
+                  held_out=0.1, max_completion_length=6, device="cpu")
+    return list(split_prompts(config, starting_model.load_start(config, "cpu", lambda _: None)).train)
+
+
 looked_at = functools.partial(fault, rows=("W01",), stage="eval", check=LOOKS, job=witnessed_looks)
 
 looked_at("training prompts in the place of held-out ones")(
@@ -271,14 +279,6 @@ def evaluated_with_another_norm(usual: Any, evaluator: PromptEvaluator, sampler:
             return usual(evaluator, sampler, step)
         finally:
             norm.copy_(kept)
-
-
-@functools.cache
-def training_prompts() -> list[Any]:
-    """Of the same file, and not held out."""
-    config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out="", reward=("answer:1",), prompts=2,
-                  held_out=0.1, max_completion_length=6, device="cpu")
-    return list(split_prompts(config, starting_model.load_start(config, "cpu", lambda _: None)).train)
 
 # ---------------------------------------------------------------- sums
 
