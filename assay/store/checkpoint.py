@@ -26,6 +26,7 @@ from assay.store.safetensors_files import (
     read_folder_tensors,
     read_tensors,
     tensor_bytes,
+    write_index,
     write_sharded,
     write_tensors,
 )
@@ -40,7 +41,7 @@ CHECKPOINT_FORMAT = 1
 SMALL_FILE_LIMIT = 256 << 20
 MANIFEST, HALLMARK, QUARANTINE, TRAINER = "manifest.json", "hallmark.json", "quarantine.json", "trainer.json"
 STATE_STEM = "optimizer"
-OPTIMIZER, PROBES, ADAPTER = f"{STATE_STEM}.safetensors", "probes.safetensors", "adapter_model.safetensors"
+WEIGHTS, OPTIMIZER, PROBES, ADAPTER = (f"{stem}.safetensors" for stem in ("model", STATE_STEM, "probes", "adapter_model"))
 PUBLICATION, SIGNATURE, CARD = "publication.json", "publication.json.sig", "README.md"
 HUB_OWN = {".gitattributes", ".cache"}  # what the Hugging Face hub and its client put beside a model
 UNLISTED = {MANIFEST, HALLMARK, QUARANTINE, PUBLICATION, SIGNATURE, CARD} | HUB_OWN  # may lie there without being in the manifest
@@ -247,6 +248,8 @@ def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict
         facts = {ADAPTER: write_tensors(folder / ADAPTER, contents.weights)}
     else:
         facts = write_sharded(folder, contents.weights, max_shard_bytes)
+    if WEIGHTS in facts:  # without an index vLLM would take the files of probes and optimizer for weights too
+        facts |= write_index(folder, {WEIGHTS: facts[WEIGHTS]}, "model")
     if contents.probes:
         facts[PROBES] = write_tensors(folder / PROBES, contents.probes)
     if contents.optimizer is not None and contents.shared is None:

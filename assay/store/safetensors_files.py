@@ -159,8 +159,8 @@ def folder_shards(folder: Path, index_sha256: str | None = None, stem: str = "mo
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     with as_artifact_error(folder):
         present = set(os.listdir(folder))
-    if single in present and index in present:
-        raise ArtifactError(f"{folder}: holds both {single} and {index}, and they may differ; remove the stale one")
+    if single in present and index in present and set(_read_index(folder, index, index_sha256)) != {single}:
+        raise ArtifactError(f"{folder}: holds both {single} and {index}, which names other files; remove the stale one")
     if single not in present and index not in present:
         raise ArtifactError(f"{folder}: holds neither {single} nor {index}; nothing to load")
     shards: dict[str, set[str] | None] = {single: None}

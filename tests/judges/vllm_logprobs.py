@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from assay.store.artifact import build_model, open_artifact
-from assay.testing.tiny_models import save_hf_folder, tiny_model
+from assay.testing.tiny_models import save_model, tiny_model
 from tests.judges.score import AbsentJudge, Score
 
-ASKS = "which log-probability has this token after the ones before it? (folders that we export, read by vLLM)"
+ASKS = "which log-probability has this token after the ones before it? (folders as runs hand them over, read by vLLM)"
 FAMILIES = ("llama", "qwen3", "qwen2", "mistral", "olmo2")
 ROWS, LENGTH = 6, 24
 BOUND = 2e-4  # nats, float32
@@ -41,8 +41,8 @@ def judge(folder: Path) -> Score:
     tokens = torch.randint(3, 300, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as scratch:
         for family in FAMILIES:
-            exported = save_hf_folder(Path(scratch) / family, tiny_model(family, head_dim=64))
-            compare(score, family, exported, tokens, python)
+            save_model(Path(scratch) / family, tiny_model(family, head_dim=64))
+            compare(score, family, Path(scratch) / family, tokens, python)
     return score
 
 

@@ -88,6 +88,17 @@ def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
     assert set(manifest["tensors"]) == {"model.safetensors", "optimizer.safetensors", "probes.safetensors"}
 
 
+@pytest.mark.parametrize("limit", [10**9, 64])
+def test_the_index_keeps_other_programs_from_probes_and_optimizer(tmp_path: Path, limit: int) -> None:
+    """vLLM opens every safetensors file of a folder, or where there is an index those that it names."""
+    folder = tmp_path / "step-000001"
+    saved = write_checkpoint(folder, contents(), max_shard_bytes=limit)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    theirs = {name: tensor for file in set(index["weight_map"].values()) for name, tensor in safetensors.torch.load_file(folder / file).items()}
+    assert len(list(folder.glob("*.safetensors"))) > len(set(index["weight_map"].values()))
+    assert theirs.keys() == saved.weights().keys()
+
+
 def test_an_adapter_is_where_peft_looks_for_it(tmp_path: Path) -> None:
     weights = {"base_model.model.q.lora_A.weight": torch.ones(2, 2)}
     written = write_checkpoint(tmp_path / "c", contents(kind="adapter", weights=weights, optimizer=None, trainer=None, probes={}))
