@@ -167,8 +167,8 @@ def test_steps_too_small_to_see_at_the_end_of_the_schedule_are_no_alarm(tmp_path
 
 
 def test_in_fp16_it_follows_fp32_and_its_loss_scale_is_resumed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """From a scale that overflows, and grows after two clean steps: whoever goes on with another scale computes other bits."""
-    for name, value in (("FIRST_SCALE", 2.0**24), ("LARGEST_SCALE", 2.0**24), ("CLEAN_STEPS", 2)):
+    """From a scale that overflows, and grows after three clean steps: whoever goes on with another scale computes other bits."""
+    for name, value in (("FIRST_SCALE", 2.0**24), ("LARGEST_SCALE", 2.0**24), ("CLEAN_STEPS", 3)):
         monkeypatch.setattr(loss_scaling, name, value)
     steps = 8
     whole, parted, wide = (options(tmp_path / name, tokens=steps * ROWS * LENGTH, dtype=dtype)

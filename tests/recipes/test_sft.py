@@ -293,10 +293,10 @@ def same_end(step: int, *configs: Sft) -> bool:
 
 
 def test_in_fp16_the_loss_scale_is_resumed_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """From a scale that overflows, and grows after two clean steps: whoever begins with another scale computes other bits."""
+    """From a scale that overflows, and grows after three clean steps: whoever begins with another scale computes other bits."""
     monkeypatch.setattr(loss_scaling, "FIRST_SCALE", 2.0**20)
     monkeypatch.setattr(loss_scaling, "LARGEST_SCALE", 2.0**20)
-    monkeypatch.setattr(loss_scaling, "CLEAN_STEPS", 2)
+    monkeypatch.setattr(loss_scaling, "CLEAN_STEPS", 3)
     whole, parted = (options(home, tmp_path / name, lora_r=4, dtype="fp16") for name in ("whole", "parted"))
     tuned(whole)
     interrupted_after(5, parted, monkeypatch)
