@@ -97,10 +97,12 @@ def check_engine_floor(floor: LogprobFloor, engine: str, served: torch.dtype, *,
     return proven("engine_floor", words, mean=floor.mean, most=floor.most, tokens=floor.tokens, rounding=floor.rounding)
 
 
-def floor_of_server(engine: LogprobFloor, own: LogprobFloor) -> LogprobFloor:
-    """For what a server drew: its engine's floor and the trainer's own, whichever is wider."""
+def floor_of_server(engine: LogprobFloor, own: LogprobFloor, served: torch.dtype) -> LogprobFloor:
+    """For what a server drew: its engine's floor and the trainer's own, whichever is wider. Among many completions some are one rare
+    token, whose logits, rounded to half precision, are farther off than any of the few that the floor was measured on."""
     wider = max(engine, own, key=lambda floor: floor.likely_most)
-    return replace(wider, most=max(engine.most, own.most), rounding=max(engine.rounding, own.rounding))
+    most = max(engine.most, own.most, 0.0 if served == torch.float32 else 2 * HALF_LOGITS)
+    return replace(wider, most=most, rounding=max(engine.rounding, own.rounding))
 
 
 def check_canaries(answers: CanaryAnswers, floor: LogprobFloor, version: str) -> Verdict:

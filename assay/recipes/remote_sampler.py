@@ -140,7 +140,7 @@ class RemoteSampler(Sampler):
 
     def identity_floor(self, own: LogprobFloor) -> LogprobFloor:
         assert self.floor is not None
-        return NO_FLOOR if self.cap is None else floor_of_server(self.floor, own)
+        return NO_FLOOR if self.cap is None else floor_of_server(self.floor, own, self.server.dtype)
 
     def corrected(self, batch: Batch, trainer_logprobs: Callable[[Batch], Tensor]) -> Batch:
         if self.cap is None:

@@ -78,7 +78,7 @@ def heard(source, tmp_path_factory):
     said = checks.sample(rounded, [list(prompt) for prompt in reading.prompts], artifact.stops.stop_ids,
                          checks.Sampling(max_new=checks.SAID_TOKENS, temperature=0), graphed=False)
     found = {"texts": [artifact.tokenizer.encode(text) for text in reading.texts], "version": "0", "ends": list(reading.stops),
-             "rows": [checks._token_logps(rounded, row).tolist() for row in reading.rows],
+             "rows": [checks.token_logps(rounded, row).tolist() for row in reading.rows],
              "generations": [list(completion.ids) for completion in said]}
     return artifact, model, rounded, reading, found
 

@@ -73,12 +73,13 @@ def test_an_adapter_is_handed_over_and_nothing_is_corrected_where_nothing_differ
     ("prefix cache that outlives a reload", "canaries"), ("reply of another version", "version"),
     ("prompt encoded again by the server", "reply")])
 def test_a_faulty_server_stops_the_run_before_anything_is_learned_from_it(name: str, check: str, whole: Path, server: str, tmp_path: Path):
-    """The zoo's faults, in the recipe itself: at the first rollout that they show in, which may need one update."""
+    """The zoo's faults, in the recipe itself: at the first rollout that they show in, which may need an update, and a cache that has
+    not forgotten the canaries meanwhile one more."""
     config = options(whole, tmp_path / "run", vllm_server_base_url=server, max_steps=4)
     with catalogue()[name].plant(tmp_path), pytest.raises(GuardStop, match=f"{check}: "):
         recipe.grpo(config, lambda _: None)
     learned = [row for row in steps_of(config) if row["grad_norm"] > 0] if (tmp_path / "run" / "metrics.jsonl").exists() else []
-    assert len(learned) <= 1
+    assert len(learned) <= 2
 
 
 def test_a_run_goes_on_where_it_was_interrupted_and_hands_its_weights_over_again(whole: Path, server: str, tmp_path: Path):

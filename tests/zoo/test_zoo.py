@@ -129,6 +129,13 @@ REASONS = {
     "half-uploaded checkpoint": "model.safetensors: is not there, and the manifest lists it",
     "half-uploaded file": "model.safetensors: its bytes hash to",
     "flipped byte in the store": "model.safetensors: its bytes hash to",
+    # codes with scales
+    "codes that are all zero": "they were never filled",
+    "scales of FP8 transposed": "have shape [1, 64], expected [64, 1]",
+    "rows of codes with other rows' scales": "blocks.1.attn.out.weight (relative error 1.9e-01)",
+    "one layer not in FP8, as the config says it is": "it was not quantised as stated",
+    "four-bit codes packed from the other end": "blocks.0.mlp.down.weight (relative error 1.4",
+    "scales twice what they must be": "half steps",
 }
 
 
