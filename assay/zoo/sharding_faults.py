@@ -112,6 +112,15 @@ def older_policy(usual: Any, model: ShardedModel) -> None:
     """What lies with several processes is gathered for the first rollout, and never again."""
 
 
+@fault("parts that come back changed from a hand-over", rows=("N02",), stage="distributed", check="gathered", job=a_sharded_run)
+@in_place_of(ShardedModel, "refresh")
+def parts_come_back_changed(usual: Any, model: ShardedModel) -> None:
+    """Weights were moved away while the sampler drew, and one process put its own back from a stale copy."""
+    usual(model)
+    if in_process_1():
+        sharded.own_part(model.model.embed.weight).mul_(1.01)
+
+
 @fault("masters rounded to bf16 as they are cut", rows=("N10",), stage="distributed", check="sharded", job=a_sharded_run)
 @in_place_of(ShardedModel, "_own_rows")
 def masters_in_bf16(usual: Any, model: ShardedModel, tensor: Tensor) -> Tensor:
