@@ -270,7 +270,7 @@ stages:
             time.sleep(0.01)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 143  # the library that is at work hears a signal at its end
+        assert process.wait(120) == 143  # the library at work hears a signal at its end
     assert not [one for one in record(tmp_path).values() if one["state"] in ("running", "done")]
 
 
