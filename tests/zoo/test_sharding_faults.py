@@ -20,7 +20,7 @@ REASONS = {
     "moments filled with zeros on resharding": "are not what was cut into parts: embed.weight/exp_avg",
     "another seed in one process": "are not what was cut into parts: blocks.0.attn.qkv.weight",
     "an older policy is sampled from": "13 of 13 trained tensors that process 0 samples from are not what the processes hold now",
-    "parts that come back changed from a hand-over": "1 of 13 trained tensors that process 0 samples from are not what the processes hold now",
+    "parts that come back changed from a hand-over": "1 of 13 trained tensors that process 0 samples from are not what the processes hold",
     "masters rounded to bf16 as they are cut": "are not what was cut into parts",
     "Muon orthogonalises parts of a matrix": "Muon's direction of blocks.1.attn.qkv.weight, made of parts",
     "a chip computes wrong now and then": "step 7: one micro-batch, computed twice with the same weights, gave other bits in 1 tensor",
