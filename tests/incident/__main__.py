@@ -18,6 +18,7 @@ from assay.verdict import Outcome
 from tests.recipes.sums import taught
 
 SECONDS = 300  # that one command may take
+REFUSED = re.compile(r'"message": "(.*?)",.*"code": "(weights_refused)"')  # by the server, in words
 NAMED = re.compile(rf"{Outcome.REFUTED.value}\s+(\w+): (.*)|not trained: (\w+): (.*)|(a reward is given once)|^assay: (\w+): (.*)",
                    re.MULTILINE)
 
@@ -43,12 +44,12 @@ SERVED = (
     Cause("saved policy that is not the served one", "server", "answers"))
 FORKED = (
     Cause("no cause", ALIVE, ""),
-    Cause("fork that begins with an empty adapter", "trainer", "fork"),
-    Cause("rollouts that never get new weights", "trainer", "canaries"),
+    Cause("fork that begins with an empty adapter", "trainer", "weights_refused"),
+    Cause("rollouts that never get new weights", "trainer", "version"),
     Cause("reply of another version", "trainer", "version"),
     Cause("saved adapter that is not the trained one", "trainer", "answers"),
     Cause("prefix cache that outlives an adapter", "server", "canaries"),
-    Cause("adapter name reused", "server", "canaries"))
+    Cause("adapter name reused", "server", "identity"))
 
 
 def command(cause: str, *words: str) -> list[str]:
@@ -86,7 +87,8 @@ def stopped_by(text: str) -> tuple[str, str]:
         name, reason = named[0] if named else ("reward_once", found[5])
         if name not in ("gain", "endings"):  # of a few steps, which need not have taught anything
             return name, reason.splitlines()[0]
-    return "", ""
+    refused = REFUSED.search(text)
+    return (refused[2], refused[1]) if refused else ("", "")
 
 
 def make_fork(home: Path) -> tuple[Path, Path]:
