@@ -12,8 +12,8 @@ from assay.data.batch import Batch
 from assay.errors import AssayError, GuardStop, UsageError
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.remote import HttpServer, RemoteDraw, RemoteReply, VllmServer, connect, fault_of_reply
-from assay.guard.policy_identity import LogprobFloor
-from assay.guard.remote_policy import canary_prompts, check_engine_floor, check_importance
+from assay.guard.policy_identity import LogprobFloor, check_identity
+from assay.guard.remote_policy import canary_prompts, check_engine_floor, check_importance, floor_of_server
 from assay.learn.importance import corrected, truncated_importance
 from assay.recipes import grpo as recipe
 from assay.serving.engine_thread import EngineThread, ServerSize
@@ -149,6 +149,22 @@ def test_a_server_and_a_device_of_the_trainer_are_not_asked_for_together(whole: 
         recipe.grpo(options(whole, tmp_path / "run", vllm_server_base_url="http://here", sampler_device="cpu"), lambda _: None)
 
 # ---------------------------------------------------------------- what is measured
+
+
+@pytest.mark.parametrize(("served", "alone", "outcome"), [
+    (torch.bfloat16, 0.17, "PROVEN"), (torch.bfloat16, 0.5, "REFUTED"), (torch.float32, 0.17, "REFUTED")])
+def test_one_rare_token_may_be_off_by_the_rounding_of_half_precision_logits(served: torch.dtype, alone: float, outcome: str):
+    """As it was seen: 1.2e-02 nats a token, 0.17 in a completion of one token, and a floor measured on few tokens allowed 0.16."""
+    own = LogprobFloor(1e-6, 1e-5, 256)
+    floor = floor_of_server(LogprobFloor(9e-3, 5e-2, 256, 9e-3, 1e-2), own, served)
+    trainer = [[-1.0] * 16 for _ in range(15)] + [[-9.0]]
+    sampler = [[-1.0 + 0.012] * 16 for _ in range(15)] + [[-9.0 + alone]]
+    assert check_identity(sampler, trainer, floor).outcome.value == outcome
+
+
+def test_a_half_precision_server_with_lost_weights_is_still_refuted():
+    floor = floor_of_server(LogprobFloor(9e-3, 5e-2, 256, 9e-3, 1e-2), LogprobFloor(1e-6, 1e-5, 256), torch.bfloat16)
+    assert check_identity([[-1.2] * 16] * 8, [[-1.0] * 16] * 8, floor).outcome.value == "REFUTED"  # below what one alone may be off
 
 
 def test_canaries_are_long_repeated_and_begin_differently():
