@@ -19,6 +19,7 @@ from assay.errors import AssayError, UsageError
 from assay.interop.trackers import PROJECT, MetricsTracker, open_tracker
 from assay.report.growing_metrics import GrowingLines
 from assay.report.run_process import ledger_locks, writer_of
+from assay.store import durable
 from assay.store.checkpoint import HALLMARK
 
 LOOK_EVERY = 1.0  # seconds
@@ -82,12 +83,19 @@ def follow_run(run: Path, tracker: MetricsTracker, ended: Callable[[], bool], *,
             tracker.log(row)
         for folder in proven_checkpoints(run) if checkpoints else ():
             if folder not in handed:
-                tracker.hand_over(folder)
+                hand_over_whole(folder, tracker)
                 handed.add(folder)
         if over:
             tracker.finish()
             return tracker.words()
         time.sleep(LOOK_EVERY)
+
+
+def hand_over_whole(folder: Path, tracker: MetricsTracker) -> None:
+    """Whole or not at all: the run may retire a checkpoint while the tracker reads it. One that is gone already is not handed over."""
+    with durable.held_folder(folder) as place:
+        if place is not None and (place / HALLMARK).exists():
+            tracker.hand_over(place)
 
 
 def proven_checkpoints(run: Path) -> list[Path]:

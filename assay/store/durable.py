@@ -28,6 +28,7 @@ READ_BYTES = 1 << 19  # read and hashed in pieces that fit a core's cache
 WRITE_BYTES = 4 << 20  # written in pieces of this size, each hashed in a thread meanwhile
 SMALL_BYTES = 64 << 10  # what is smaller is hashed sooner than a thread wakes up
 NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL}  # as some network filesystems answer
+NO_LINKS = {errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EMLINK, errno.EXDEV}  # the same of hard links
 
 
 class Disk:
@@ -67,6 +68,9 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        os.link(source, target, follow_symlinks=False)
+
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
@@ -104,6 +108,42 @@ def new_file(final: Path) -> Iterator[Path]:
         with _becoming(final, _claim_file) as (temporary, held):
             yield temporary
             disk.sync(held)
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path) -> Iterator[Path | None]:
+    """The folder's files under its own name in a temporary place beside it: links, or copies where the filesystem has none. Whoever
+    removes the folder meanwhile takes nothing from them. None where it was gone before all of them were held."""
+    temporary, held = _claim(folder, _claim_folder)
+    try:
+        yield _linked(folder, temporary / folder.name)
+    finally:
+        _discard(temporary)
+        disk.close(held)
+
+
+def _linked(folder: Path, place: Path) -> Path | None:
+    try:
+        disk.mkdir(place)
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir():
+                if _linked(entry, place / entry.name) is None:
+                    return None
+            else:
+                _link_or_copy(entry, place / entry.name)
+    except FileNotFoundError:  # its name goes first and at once, so that what was linked until then is a part
+        return None
+    return place
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        disk.link(file, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        with file.open("rb") as source:
+            write_file(target, iter(lambda: source.read(WRITE_BYTES), b""))
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:

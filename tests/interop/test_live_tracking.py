@@ -1,5 +1,6 @@
 """Live tracking: a tracker is handed every row while a run goes on, and whatever it does, the run is as it would be without it."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from assay.cli import run as assay
 from assay.interop import live_tracking
 from assay.interop.live_tracking import GrowingRows
+from assay.store import durable
+from assay.store.checkpoint import HALLMARK
 from assay.strict_json import read_json_lines
 
 STAND_IN = """
@@ -80,11 +83,41 @@ def test_a_tracker_that_fails_or_hangs_costs_a_line_and_no_run(tiny, tmp_path, c
     elif fails == "finish":
         assert "took more than 2 s" in shown.err
     else:
-        assert "step-000003, model handed to trackio" in shown.err  # earlier ones too, where they were proven before they were retired
-        handed = [line for line in told if line.startswith("artifact")]
-        assert handed[-2:] == ["artifact run-step-000003 model True None", "artifact run-model model True None"]
-        assert all(line.endswith("model True None") for line in handed)
+        names = [folder.name for folder in live_tracking.proven_checkpoints(tmp_path / "run")]  # of step 1 where its proof came in time
+        assert names in (["step-000001", "step-000003", "model"], ["step-000003", "model"])
+        assert f"steps and {', '.join(names)} handed to trackio" in shown.err
+        assert [line for line in told if line.startswith("artifact")] == [f"artifact run-{name} model True None" for name in names]
+        assert not list((tmp_path / "run").rglob(".partial-*"))
         assert [line.split()[0] for line in told[1:] if "None" not in line] == ["1", "2", "3"]
+
+
+class Reading:
+    """A tracker beside a run that retires a checkpoint as it is handed over."""
+
+    def __init__(self, checkpoints):
+        self.checkpoints, self.read = checkpoints, {}
+
+    def hand_over(self, folder):
+        durable.remove_folder(self.checkpoints / folder.name)
+        self.read[folder.name] = {file.name: file.read_text() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_checkpoint_that_is_retired_while_it_is_handed_over_arrives_whole(tmp_path, monkeypatch, links):
+    def refused(*_):
+        raise OSError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(durable.disk, "link", refused)
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    for name in ("model.safetensors", HALLMARK):
+        (folder / name).write_text(name)
+    tracker = Reading(tmp_path)
+    live_tracking.hand_over_whole(folder, tracker)
+    assert tracker.read == {"step-000001": {"model.safetensors": "model.safetensors", HALLMARK: HALLMARK}}
+    live_tracking.hand_over_whole(folder, tracker)  # gone: nothing is handed over
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_are_for_trackers_that_keep_artifacts(tiny, tmp_path, capsys):
