@@ -7,20 +7,21 @@ import torch
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.guard.llama_cpp_checks import SAID_TOKENS, LlamaReading, choice_losses, planned_reading, token_logps
-from assay.model.families import hf_layout, to_foreign
+from assay.model.families import from_foreign, hf_layout, to_foreign
 from assay.model.transformer import Transformer
-from assay.store.artifact import Artifact, build_model, open_artifact
-from assay.store.compressed_tensors import CompressedScheme, layers_with_steps, recipe_of
+from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
+from assay.store.compressed_tensors import CompressedScheme, compressed_weights, layers_with_steps, plain_weights, recipe_of
 from assay.verdict import Verdict, proven, refuted, unproven
 
 FULL_USE = 0.98  # of the largest code: a row whose codes stay below it wastes what few bits there are
 
 
-def check_compressed(folder: Path, source: Artifact) -> list[Verdict]:
-    """Three verdicts; of texts only where there is a tokenizer."""
+def check_compressed(folder: Path, source: Artifact, held_out: list[list[int]] | None = None) -> list[Verdict]:
+    """Three verdicts; of texts only where there is a tokenizer. Rounding that was fitted to a text is judged by rows that are
+    `held_out`, and not by the nearest codes."""
     written = open_artifact(folder)
     scheme = recipe_of(written.raw.fields, str(folder)).scheme
-    found = [check_rounding(written, source, scheme)]
+    found = [check_rounding(written, source, scheme) if held_out is None else check_fitted(written, source, scheme, held_out)]
     if source.tokenizer is None:
         return [*found, unproven("perplexity", f"{source.path} has no tokenizer, so that no text can be compared", optional=True)]
     reading = planned_reading(source, source.tokenizer)
@@ -48,6 +49,31 @@ def check_rounding(written: Artifact, source: Artifact, scheme: CompressedScheme
                                    "scales are larger than they must be", tensors=wasted)
     return proven("rounding", f"every weight of {count} matrices is within half a step of {scheme.name} of the source's, at most "
                               f"{farthest:.3f} of it, and every row uses its codes' whole range", matrices=count, farthest=farthest)
+
+
+def check_fitted(written: Artifact, source: Artifact, scheme: CompressedScheme, rows: list[list[int]]) -> Verdict:
+    """On rows that it was not fitted to, it answers nearer to the source than the source rounded to the nearest codes does."""
+    layout = hf_layout(source.config)
+    codes, said = compressed_weights(to_foreign(layout, source.tensors), scheme, torch.float32)
+    plain = plain_weights({"quantization_config": said}, codes, "the nearest codes")
+    meant = from_foreign(source.config, layout, plain, "the nearest codes")
+    models = [build_model(source).float().eval(), build_model(written).float().eval(), assemble_model(source.config, meant, torch.float32)]
+    fitted, nearest = (torch.stack(column) for column in zip(*(_divergences(models, row) for row in rows), strict=True))
+    better = int((fitted < nearest).sum())
+    words = (f"on {len(rows)} rows of {len(rows[0])} tokens that it was not fitted to it is {float(fitted.mean()):.3g} nats a token from "
+             f"the source (KL), the nearest codes {float(nearest.mean()):.3g}; nearer in {better} of {len(rows)} rows")
+    evidence = {"fitted": float(fitted.mean()), "nearest": float(nearest.mean()), "better": better, "n": len(rows)}
+    if fitted.mean() < nearest.mean():
+        return proven("fitted", words, **evidence)
+    return unproven("fitted", f"{words}: fitting has gained nothing; give more text, or take --to {scheme.name}", **evidence)
+
+
+@torch.no_grad()
+def _divergences(models: list[Transformer], row: list[int]) -> list[torch.Tensor]:
+    """Mean KL from the first model to each of the others."""
+    tokens = torch.tensor([row])
+    source, *others = [model.logits(model.hidden(tokens))[0].double().log_softmax(-1) for model in models]
+    return [(source.exp() * (source - other)).sum(-1).mean() for other in others]
 
 
 def judge_rounded_texts(reading: LlamaReading, source: Artifact, before: Transformer, after: Transformer,

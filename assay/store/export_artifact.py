@@ -8,30 +8,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from assay.errors import UsageError
+from assay.errors import ArtifactError, UsageError
 from assay.model.families import FAMILIES, from_foreign, hf_layout, to_foreign
 from assay.store import checkpoint, durable, gguf
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors
 from assay.store.compressed_tensors import COMPRESSED, compressed_weights, plain_weights, recipe_of
 from assay.store.gguf import EXPORT_EXACT, GGUF_ROUNDING
 from assay.store.llama_cpp import LLAMA_QUANTS, quantise_gguf
+from assay.store.llm_compressor import gptq_weights, require_llm_compressor
 from assay.store.saving import Ancestor, Lineage, adapter_contents, json_bytes, model_contents
 from assay.store.scratch import scratch_folder
 from assay.strict_json import parse_json
 
-ExportFormat = Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16"]
+ExportFormat = Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16", "gptq"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORT_ROUNDING = {"float32": EXPORT_EXACT, "float16": GGUF_ROUNDING["f16"], "bfloat16": GGUF_ROUNDING["bf16"]}
 
 
 def export_artifact(source: Artifact, form: ExportFormat, where: Path, dtype: str | None = None,
-                    rebased: Mapping[str, Any] | None = None) -> float:
+                    rebased: Mapping[str, Any] | None = None, rows: list[list[int]] | None = None) -> float:
     """Write and return the bound within which the written model must answer as the source does. `rebased` says, of an adapter that was
-    opened on other weights than it was trained on, what that changes."""
+    opened on other weights than it was trained on, what that changes; `rows` are the token ids that gptq is fitted to."""
     if form == "gguf":
         return _export_gguf(source, where, dtype or "f16")
-    if form in COMPRESSED:
-        return _export_compressed(source, where, form, dtype)
+    if form in COMPRESSED or form == "gptq":
+        return _export_compressed(source, where, form, dtype, rows)
     if form == "peft":
         return _export_adapter(source, where, dtype)
     if form == "hf" and source.patch is not None:
@@ -72,9 +73,9 @@ def _export_model(source: Artifact, where: Path, dtype: str | None, rebased: Map
     return EXPORT_EXACT if lossless else EXPORT_ROUNDING[name]
 
 
-def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | None) -> float:
+def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | None, rows: list[list[int]] | None) -> float:
     """Codes and scales in the place of the matrices; what the live model of the folder computes with is what they stand for."""
-    name, scheme = dtype or majority_dtype(source.tensors), COMPRESSED[form]
+    name, scheme = dtype or majority_dtype(source.tensors), COMPRESSED["w4a16" if form == "gptq" else form]
     if name not in EXPORT_DTYPES:
         raise UsageError(f"dtype {name!r} is not one for a Hugging Face folder; expected one of: {', '.join(EXPORT_DTYPES)}")
     if source.patch is not None:
@@ -84,6 +85,8 @@ def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | No
         raise UsageError(f"Assay writes no {form} folder of {kind}, whose layers are no plain Linear ones; export it --to hf or gguf")
     layout = hf_layout(source.config)
     weights, said = compressed_weights(to_foreign(layout, source.tensors), scheme, EXPORT_DTYPES[name])
+    if form == "gptq":
+        weights = _fitted_weights(source, weights, said, name, rows or [])
     meant = plain_weights({"quantization_config": said}, weights, str(where))
     model = assemble_model(source.config, from_foreign(source.config, layout, meant, str(where)), torch.float32)
     contents = model_contents(model, source.tokenizer, source.stops, replace(_lineage(source), rounded=form), dtype=EXPORT_DTYPES[name])
@@ -91,6 +94,19 @@ def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | No
     files = {**contents.files, "config.json": json_bytes(fields)}
     checkpoint.write_checkpoint(where, replace(contents, weights=weights, files=files, probes={}))  # vLLM opens every .safetensors there
     return scheme.answers
+
+
+def _fitted_weights(source: Artifact, nearest: dict[str, Tensor], said: Mapping[str, Any], dtype: str,
+                    rows: list[list[int]]) -> dict[str, Tensor]:
+    """The same tensors as those of nearest rounding, by llm-compressor's GPTQ."""
+    require_llm_compressor()
+    group = said["config_groups"]["group_0"]["weights"]["group_size"]
+    with scratch_folder() as scratch:
+        export_artifact(source, "hf", scratch / "source", dtype)
+        fitted = gptq_weights(scratch / "source", scratch / "made", COMPRESSED["w4a16"], group, rows, EXPORT_DTYPES[dtype])
+    if apart := sorted(set(fitted) ^ set(nearest)):
+        raise ArtifactError(f"llm-compressor wrote other tensors than were asked for: {len(apart)} of them, {apart[0]} for one")
+    return {key: tensor.to(nearest[key].dtype) for key, tensor in fitted.items()}
 
 
 def _export_adapter(source: Artifact, where: Path, dtype: str | None) -> float:

@@ -29,6 +29,7 @@ OPTIONAL = {
     "gguf": ("gguf", "reading and writing GGUF files"),
     "llama-cpp-python": ("llama", "GGUF files proven in llama.cpp itself, and its K-quants"),
     "compressed-tensors": ("compressed", "folders in fp8, w8a8 and w4a16 proven through transformers"),
+    "llmcompressor": ("gptq", "4-bit folders fitted to a text; it wants an older transformers, so an environment of its own"),
     "pyarrow": ("data", "corpora and data sets in parquet"),
     "starlette": ("serve", "assay serve, with uvicorn"),
     "uvicorn": ("serve", "assay serve, with starlette"),

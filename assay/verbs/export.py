@@ -3,10 +3,15 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from assay.config import argument, option
 from assay.verdict import Outcome, Verdict, overall, unproven
+
+if TYPE_CHECKING:
+    from assay.store.artifact import Artifact
+
+_ROW_TOKENS, _LEAST_ROWS, _MOST_ROWS = 256, 16, 128  # of the text that gptq is fitted to
 
 
 @dataclass(frozen=True)
@@ -15,15 +20,18 @@ class FLAGS:
     within what the number format allows; merged weights must also differ from the base."""
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
-    to: Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16"] = option(
+    to: Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16", "gptq"] = option(
         "what to write; fp8, w8a8 and w4a16 are folders in compressed-tensors' format, which vLLM loads: weights rounded to the nearest "
-        "of 8-bit floats, 8-bit or 4-bit integers, activations rounded by whoever runs them (not with w4a16)")
+        "of 8-bit floats, 8-bit or 4-bit integers, activations rounded by whoever runs them (not with w4a16); gptq is w4a16, rounded by "
+        "llm-compressor so that --text is answered as before")
     out: str = option("folder or, with --to gguf, file to write; it must not exist", metavar="PATH")
     dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f32, f16, bf16 or q8_0", default=None,
                                default_text="as stored; for gguf f16")
     quant: Literal["q8_0", "q6_k", "q5_k_m", "q4_k_m"] | None = option(
         "with --to gguf, fewer bits: q8_0 by the gguf package, the others by llama.cpp's own quantiser; the file is then opened, scored "
         "and continued in llama.cpp itself, where llama-cpp-python is installed", default=None)
+    text: str | None = option("with --to gptq: text that it is fitted to, and on whose last rows it is judged", metavar="FILE",
+                              default=None)
     onto: Literal["trained", "file"] = option("with --to merged, of an adapter whose base was held in few bits (--base-dtype): merge into "
                                               "the weights it was trained on, or into the base as its file holds it; what that changes "
                                               "is measured and said", default="trained")
@@ -35,6 +43,7 @@ EXAMPLES = """  assay export runs/a/checkpoints/step-000500 --to hf --out model 
   assay export runs/a/checkpoints/step-000500 --to gguf --out model-q8_0.gguf --dtype q8_0
   assay export runs/a/checkpoints/step-000500 --to gguf --out model-q4_k_m.gguf --quant q4_k_m
   assay export runs/a/checkpoints/step-000500 --to fp8 --out model-fp8
+  assay export runs/a/checkpoints/step-000500 --to gptq --text wiki.txt --out model-gptq
   assay export ./adapter --base ./base --to merged --out ./merged
   assay export runs/nf4/adapter --to merged --onto file --out ./merged --dtype bfloat16"""
 
@@ -44,6 +53,23 @@ def remove_export(where: Path) -> None:
         shutil.rmtree(where)
     else:
         where.unlink(missing_ok=True)
+
+
+def calibration_rows(source: "Artifact", text: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Whole rows of the text's tokens: those that gptq is fitted to, and the last eighth, on which it is judged."""
+    from assay.editing.moments import read_text
+    from assay.errors import UsageError
+    from assay.store.llm_compressor import require_llm_compressor
+
+    require_llm_compressor()
+    if source.tokenizer is None:
+        raise UsageError(f"{source.path} has no tokenizer, which --text needs; add tokenizer.json")
+    length = min(_ROW_TOKENS, source.config.max_length)
+    rows = [list(row) for row in read_text(text, source.tokenizer, _MOST_ROWS * length, length=length).rows if len(row) == length]
+    if len(rows) < _LEAST_ROWS:
+        raise UsageError(f"{text} has {len(rows)} rows of {length} tokens; expected {_LEAST_ROWS} at least (up to {_MOST_ROWS} are used): "
+                         "give more text, in longer documents")
+    return rows[:-(len(rows) // 8)], rows[-(len(rows) // 8):]
 
 
 def run(flags: FLAGS) -> int:
@@ -60,7 +86,10 @@ def run(flags: FLAGS) -> int:
 
     if flags.quant is not None and (flags.to != "gguf" or flags.dtype is not None):
         raise UsageError("--quant is for --to gguf, in the place of --dtype; leave one of them out")
+    if (flags.text is None) != (flags.to != "gptq"):
+        raise UsageError("--text is what --to gptq is fitted to: give both, or neither")
     source, where, stated = open_artifact(flags.path, base=flags.base), Path(flags.out), list[Verdict]()
+    fitted, held_out = calibration_rows(source, Path(flags.text)) if flags.text else (None, None)
     rebased: dict[str, Any] | None = None
     if flags.onto == "file":
         if flags.to != "merged" or source.base is None or source.base.held is None:
@@ -72,14 +101,14 @@ def run(flags: FLAGS) -> int:
         stated = [unproven("as trained", f"merged into {source.base.path.name} as its file holds it, and not in {source.base.held}, which "
                                          f"it was trained on: {found}", optional=True, **found._asdict())]
         source = on_file
-    bound = export_artifact(source, flags.to, where, flags.quant or flags.dtype, rebased)
+    bound = export_artifact(source, flags.to, where, flags.quant or flags.dtype, rebased, fitted)
     base = flags.base if flags.to == "peft" else None
     try:
         verdicts = stated + prove(ProofRequest(str(where), str(source.path), base, "same", bound, against_base=flags.base))
         if flags.to == "gguf" and overall(verdicts) is not Outcome.REFUTED:
             verdicts += check_in_llama_cpp(where, source)
-        if flags.to in COMPRESSED and overall(verdicts) is not Outcome.REFUTED:
-            verdicts += check_compressed(where, source)
+        if (flags.to in COMPRESSED or held_out) and overall(verdicts) is not Outcome.REFUTED:
+            verdicts += check_compressed(where, source, held_out)
     except BaseException:  # refused or interrupted: what nobody has proven does not stay
         remove_export(where)
         raise
