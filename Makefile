@@ -99,7 +99,7 @@ TRACKERS_PYTHON ?= build/trackers/bin/python
 trackers: $(if $(filter build/%,$(TRACKERS_PYTHON)),build/trackers/.ready)   ## a run handed to W&B (offline), MLflow and trackio; results/trackers.txt
 	@{ echo "make trackers   $$(date -u +%F)"; $(TRACKERS_PYTHON) -c "from importlib.metadata import version as v; \
 	print(*(f'{name} {v(name)} ' for name in ('wandb', 'mlflow', 'trackio', 'torch')))"; \
-	OMP_NUM_THREADS=1 $(TRACKERS_PYTHON) -m pytest -v -rP -m trackers tests/interop/test_real_trackers.py; } > results/trackers.txt 2>&1; \
+	OMP_NUM_THREADS=1 $(TRACKERS_PYTHON) -m pytest -v --no-header -rP -m trackers tests/interop/test_real_trackers.py; } > results/trackers.txt 2>&1; \
 	status=$$?; cat results/trackers.txt; exit $$status
 
 pictures: $(VENV)/.ready   ## docs/chat.svg: SmolLM2-135M in FP8 beside its source, at a terminal; minutes

@@ -83,12 +83,24 @@ def test_a_tracker_that_fails_or_hangs_costs_a_line_and_no_run(tiny, tmp_path, c
     elif fails == "finish":
         assert "took more than 2 s" in shown.err
     else:
-        names = [folder.name for folder in live_tracking.proven_checkpoints(tmp_path / "run")]  # of step 1 where its proof came in time
-        assert names in (["step-000001", "step-000003", "model"], ["step-000003", "model"])
-        assert f"steps and {', '.join(names)} handed to trackio" in shown.err
-        assert [line for line in told if line.startswith("artifact")] == [f"artifact run-{name} model True None" for name in names]
+        handed = [line.split()[1].removeprefix("run-") for line in told if line.startswith("artifact")]
+        assert [line for line in told if line.startswith("artifact")] == [f"artifact run-{name} model True None" for name in handed]
+        assert f"steps and {', '.join(handed)} handed to trackio" in shown.err
+        judge_handed_over(tmp_path / "run", handed)
         assert not list((tmp_path / "run").rglob(".partial-*"))
         assert [line.split()[0] for line in told[1:] if "None" not in line] == ["1", "2", "3"]
+
+
+def judge_handed_over(run: Path, handed: list[str]) -> None:
+    """All that has a hallmark in the end, and of what was retired meanwhile nothing but what was proven; each once, in order."""
+    events = read_json_lines(run / "ledger.jsonl")
+    proven = {event["checkpoint"] for event in events if event["kind"] == "proof" and event["outcome"] == "PROVEN"}
+    retired = {event["checkpoint"] for event in events if event["kind"] == "retire"}
+    left = [folder.name for folder in live_tracking.proven_checkpoints(run)]
+    assert left[-2:] == ["step-000003", "model"]
+    assert [name for name in handed if name in left] == left
+    assert set(handed) - set(left) <= proven & retired
+    assert handed == [*sorted(set(handed) - {"model"}), "model"]
 
 
 class Reading:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,17 +70,30 @@ def test_wandb_offline_has_every_step_and_the_model(sums, tmp_path):
     rows, said = tracked(sums, tmp_path, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true",
                          WANDB_DATA_DIR=str(tmp_path / "data"), WANDB_CACHE_DIR=str(tmp_path / "cache"))
     assert "step-000003, model handed to wandb" in said
-    assert sorted(offline_losses(next(tmp_path.glob("wandb/offline-run-*/*.wandb")))) == due_losses(rows)
+    records = list(offline_records(next(tmp_path.glob("wandb/offline-run-*/*.wandb"))))
+    assert sorted(offline_losses(records)) == due_losses(rows)
+    artifacts = {one.artifact.name: one.artifact.manifest.contents for one in records if one.WhichOneof("record_type") == "artifact"}
+    assert [f"run-{name}" for name in said.partition(" and ")[2].removesuffix(" handed to wandb").split(", ")] == list(artifacts)
+    assert {file.path: Path(file.local_path).read_bytes() for file in artifacts["run-model"]} == \
+        {file.name: file.read_bytes() for file in (tmp_path / "run" / "model").iterdir()}
+    for files in artifacts.values():  # those that the run has retired since are whole too
+        assert all(Path(file.local_path).stat().st_size == file.size for file in files)
+        assert {"hallmark.json", "manifest.json", "model.safetensors"} <= {file.path for file in files}
 
 
-def offline_losses(file: Path) -> list[tuple[int, float]]:
-    """From the log that `wandb sync` would send."""
+def offline_records(file: Path) -> Iterator[Any]:
+    """Of the log that `wandb sync` would send."""
     from wandb.proto import wandb_internal_pb2
 
-    found = list[tuple[int, float]]()
     for data in logged(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
+        yield record
+
+
+def offline_losses(records: list[Any]) -> list[tuple[int, float]]:
+    found = list[tuple[int, float]]()
+    for record in records:
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         if "loss" in items:
             found.append((int(items["_step"]), float(items["loss"])))
