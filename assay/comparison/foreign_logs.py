@@ -57,7 +57,7 @@ def _read_folder(folder: Path, metric: str | None, lower: bool | None) -> list[A
     if samples := sorted(folder.glob("samples_*.jsonl")) or sorted(folder.glob("*/samples_*.jsonl")):
         _refuse_two_of_one_task(folder, samples)
         return [one for file in samples for one in read_foreign_rows(_json_lines(file), file, metric, lower) or []]
-    if logs := sorted(folder.glob("*.eval")):
+    if logs := sorted([*folder.glob("*.eval"), *folder.glob("????-??-??T*_*_*.json")]):  # as inspect-ai names them
         if len(logs) > 1:
             raise UsageError(f"{folder}: {len(logs)} logs of inspect-ai are here ({logs[0].name}, {logs[1].name}, …); name one")
         return read_foreign(logs[0], metric, lower)

@@ -85,6 +85,27 @@ def test_inspect_logs_in_json_and_as_archives_say_the_same(tmp_path):
     assert (found[0].name, found[0].metric, found[0].runs[0].scores["3"]) == ("org/model", "match", (1.0, 1.0))
 
 
+def test_logs_that_inspect_ai_itself_wrote_are_paired_by_sample_over_their_epochs(capsys):
+    """inspect_logs/make.py made them: 3 and 8 of 8 sums are right, each asked twice."""
+    logs = Path(__file__).parent / "inspect_logs"
+    assert run(["compare", f"before={logs}/3-of-8.eval", f"after={logs}/8-of-8.eval", "--metric", "match", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["comparisons"]
+    assert found["effect"]["mean"] == pytest.approx(5 / 8)
+    assert found["n"] == 8
+    arm = only(logs / "3-of-8.eval", metric="includes")
+    assert arm.runs[0].scores["sum-2"] == (1.0, 1.0)
+    assert arm.runs[0].scores["sum-3"] == (0.0, 0.0)
+    with pytest.raises(UsageError, match="has the metrics includes, match; choose one"):
+        read_results(logs / "3-of-8.eval")
+    with pytest.raises(UsageError, match="2 logs of inspect-ai are here"):
+        read_results(logs)
+
+
+def test_a_folder_with_a_log_in_json_is_read(tmp_path):
+    (tmp_path / "2026-11-16T17-01-09-00-00_sums_VRgydHByXvkwQrHDvPYEkM.json").write_text(json.dumps(inspect_log(15)))
+    assert only(tmp_path).runs[0].score == pytest.approx(0.75)
+
+
 def test_an_inspect_log_that_failed_or_lacks_a_score_is_refused(tmp_path):
     log, file = inspect_log(3), tmp_path / "log.json"
     for changed, words in (({"status": "error"}, "ended as 'error'"), ({"samples": []}, "no samples"),
