@@ -102,7 +102,7 @@ trackers: $(if $(filter build/%,$(TRACKERS_PYTHON)),build/trackers/.ready)   ## 
 	OMP_NUM_THREADS=1 $(TRACKERS_PYTHON) -m pytest -v --no-header -rP -m trackers tests/interop/test_real_trackers.py; } > results/trackers.txt 2>&1; \
 	status=$$?; cat results/trackers.txt; exit $$status
 
-pictures: $(VENV)/.ready   ## docs/chat.svg: SmolLM2-135M in FP8 beside its source, at a terminal; minutes
+pictures: $(VENV)/.ready   ## docs/*.png and chat.svg: report and board of real tiny runs (in Chromium), SmolLM2-135M in FP8 at a terminal; minutes
 	$(RUN) -m assay fetch smollm2-135m
 	$(RUN) docs/pictures.py
 
