@@ -138,9 +138,15 @@ def test_rates_that_overlap_are_not_told_apart():
 
 def test_what_is_published_by_the_api_is_verified_by_it(tiny, tmp_path):
     assert overall(without_optional(assay.prove(tiny / "model", probe_samples=0))) is Outcome.PROVEN
-    done = assay.publish(tiny / "model", to=tmp_path / "published")
+    done = assay.publish(tiny / "model", to=tmp_path / "published", name="sums for all")
     assert overall(without_optional(done.verdicts)) is Outcome.PROVEN
+    assert done.verdicts[0].check == "fetched back"
+    assert sorted(done.files) == sorted(file.name for file in (tmp_path / "published").iterdir())
     assert overall(without_optional(assay.verify(tmp_path / "published"))) is Outcome.PROVEN
+    (tmp_path / "signers").write_text("you@lab ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ9Z0000000000000000000000000000000000000000\n")
+    unsigned = assay.verify(tmp_path / "published", signers=str(tmp_path / "signers"))
+    assert overall(without_optional(unsigned)) is Outcome.REFUTED
     card = tmp_path / "published" / "README.md"
+    assert "# sums for all" in card.read_text()
     card.write_text(card.read_text() + "better than all others\n")
     assert overall(without_optional(assay.verify(tmp_path / "published"))) is Outcome.REFUTED
