@@ -142,7 +142,10 @@ def test_what_is_published_by_the_api_is_verified_by_it(tiny, tmp_path):
     assert overall(without_optional(done.verdicts)) is Outcome.PROVEN
     assert done.verdicts[0].check == "fetched back"
     assert sorted(done.files) == sorted(file.name for file in (tmp_path / "published").iterdir())
-    assert overall(without_optional(assay.verify(tmp_path / "published"))) is Outcome.PROVEN
+    verified = assay.verify(tmp_path / "published")
+    assert overall(without_optional(verified)) is Outcome.PROVEN
+    assert [(one.check, one.outcome) for one in done.verdicts[1:]] == [(one.check, one.outcome) for one in verified]
+    assert verified
     (tmp_path / "signers").write_text("you@lab ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ9Z0000000000000000000000000000000000000000\n")
     unsigned = assay.verify(tmp_path / "published", signers=str(tmp_path / "signers"))
     assert overall(without_optional(unsigned)) is Outcome.REFUTED

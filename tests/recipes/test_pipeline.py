@@ -239,6 +239,8 @@ stages:
     document = json.loads((tmp_path / "out" / "pipeline.json").read_text())
     assert document["wall"] > document["stages"][0]["seconds"] + document["stages"][1]["seconds"] - 0.1  # it is in tenths
     assert f"{document['wall']:.1f} s by the clock" in render_pipeline(read_pipeline(tmp_path / "out"), tmp_path / "out")
+    assert run_pipeline(found, lambda _: None, jobs=2) == 0  # nothing is run again; the clock goes on from where it stood
+    assert json.loads((tmp_path / "out" / "pipeline.json").read_text())["wall"] >= document["wall"]
 
 
 def test_where_one_of_two_is_refused_the_other_ends_and_none_begins(tmp_path):
@@ -271,7 +273,7 @@ stages:
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 143  # the library at work hears a signal at its end
-    assert not [one for one in record(tmp_path).values() if one["state"] in ("running", "done")]
+    assert [(one["state"], one["exit_code"]) for one in record(tmp_path).values()] == [("failed", 143)] * 2
 
 
 def test_a_budget_that_is_spent_stops_the_stage(tmp_path):
