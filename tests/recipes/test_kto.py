@@ -61,7 +61,8 @@ def metrics(config: Kto, name: str) -> list[float]:
     return [row[name] for row in rows(Path(config.out) / "metrics.jsonl") if name in row]
 
 
-@pytest.mark.parametrize("changed", [{"lora_r": 4}, {"loss_type": "apo_zero_unpaired", "shards": 3}], ids=["lora", "apo"])
+@pytest.mark.parametrize("changed", [{"lora_r": 4, "reference": "live"},
+                                     {"loss_type": "apo_zero_unpaired", "shards": 3, "reference": "live"}], ids=["lora", "apo"])
 def test_a_run_learns_what_is_desirable_and_hands_it_over(changed: dict[str, Any], home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", **changed), []
     found = kto.kto(config, said.append)
