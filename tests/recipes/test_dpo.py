@@ -190,6 +190,27 @@ def test_schemas_say_the_same_pair(tmp_path: Path):
     assert np.array_equal(plain[0].tokens, plain[1].tokens)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("schema", ["explicit", "implicit", "text beside conversations", "tools"])
+def test_a_run_on_conversations_passes_its_own_audit_in_every_schema(schema: str, home: Path, tmp_path: Path):
+    """Whole runs: what reads a row is not all that must know a side from a turn."""
+    made = []
+    for row in sums():
+        prompt, good, bad = chat(row["prompt"]), [chat("", row["chosen"])[1]], [chat("", row["rejected"])[1]]
+        made.append({"explicit": {"prompt": prompt, "chosen": good, "rejected": bad},
+                     "implicit": {"chosen": prompt + good, "rejected": prompt + bad},
+                     "text beside conversations": {"prompt": row["prompt"], "chosen": prompt + good, "rejected": prompt + bad},
+                     "tools": {"prompt": prompt, "chosen": good, "rejected": bad, "tools": [TOOL]}}[schema])
+    said: list[str] = []
+    config = options(home, tmp_path / "run", data=(str(write(tmp_path / "pairs#1.jsonl", made)),), max_length=64, batch_tokens=512,
+                     micro_batch_tokens=256, max_steps=2)
+    dpo.dpo(config, said.append)
+    assert any("PROVEN    rendered: " in line for line in said)
+    assert metrics(config, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_what_is_too_long_is_cut_alike_or_dropped(tmp_path: Path):
     tokenizer = tiny_tokenizer()
     stops, prompt = resolve_special_tokens(tokenizer, {}, {}), "ask " * 6

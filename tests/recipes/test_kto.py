@@ -115,6 +115,20 @@ def test_rows_that_say_nothing_are_refused_by_file_and_line(row: dict[str, Any],
         read_feedback(write(tmp_path / "answers.jsonl", [row]))
 
 
+def test_a_run_on_conversations_passes_its_own_audit(home: Path, tmp_path: Path):
+    """Labelled rows and pairs in one file."""
+    turn = lambda role, said: [{"role": role, "content": said}]
+    rows = [{"prompt": turn("user", row["prompt"]), "completion": turn("assistant", row["completion"]), "label": row["label"]}
+            for row in answers()]
+    rows += [{"prompt": turn("user", f"{n}?"), "chosen": turn("assistant", f"yes {n}"), "rejected": turn("assistant", f"no {n}")}
+             for n in range(20)]
+    config = options(home, tmp_path / "run", data=(str(write(tmp_path / "answers.jsonl", rows)),), max_length=64, batch_tokens=512,
+                     micro_batch_tokens=256, max_steps=2)
+    said: list[str] = []
+    kto.kto(config, said.append)
+    assert any("PROVEN    rendered: " in line for line in said)
+
+
 def test_one_label_alone_is_refused_and_pairs_are_two_labelled_rows(tmp_path: Path):
     good = [row | {"label": True} for row in answers()]
     with pytest.raises(DataError, match="all 96 rows are desirable"):
