@@ -1,4 +1,4 @@
-"""Due pairs: rows of preferences and of single answers as two texts side by side, and what their tokens cost by DPO's and KTO's formulas.
+"""Due pairs: preferences and single answers as two texts side by side, and what these cost by DPO, KTO and Bradley–Terry.
 
 A pair's loss is no sum over tokens. So its two log-probabilities are summed first, and a token then costs the slope of the loss there:
 the same value, and the same gradient. The reference's log-probabilities come from the parent's bytes, stored or live in the run alike.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from assay.witness.due_gradient import TOKENS_TOGETHER, CostOfTokens, TwinModel, a_few_at_a_time, cross_entropy, right_padded
 from assay.witness.due_rows import DueText, PackedPlan, kept_contents
-from assay.witness.due_texts import NotWitnessed, Renderer, Row, file_rows, fitted, plain_message
+from assay.witness.due_texts import NotWitnessed, Renderer, Row, file_rows, fitted, plain_message, read_tools
 
-PAIRED = ("Dpo", "Kto")
+PAIRED, REWARD_TOKEN_NAME = ("Dpo", "Kto", "RewardModel"), "<|reward|>"
 PROMPTS_APART, MOST_SIDES = 10, 4  # different prompts from which on those are held out; sides of full length that a row has room for
 READ_COLUMNS = ("prompt", "chosen", "rejected", "tools")
 FIRST, SECOND = "first", "second"
@@ -61,11 +61,10 @@ def said_pair(file: str, number: int, values: Mapping[str, Any]) -> ReadPair:
     columns = {name: values[name] for name in READ_COLUMNS if values.get(name) is not None}
     if "chosen" not in columns or "rejected" not in columns:
         raise NotWitnessed(f"{file}: row {number} has the columns {', '.join(values)}, which the witness does not know")
-    name, tools = f"{file}:{number}:{digest_of(columns)}", columns.get("tools")
+    name = f"{file}:{number}:{digest_of(columns)}"
     texts = all(isinstance(columns[each], str) for each in ("prompt", "chosen", "rejected") if each in columns)
     prompt, chosen, rejected = text_sides(columns) if texts else message_sides(columns)
-    tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-    first, second = (OneAnswer(f"{name}#{side}", prompt, said, None if texts else tools)
+    first, second = (OneAnswer(f"{name}#{side}", prompt, said, None if texts else read_tools(values))
                      for side, said in (("chosen", chosen), ("rejected", rejected)))
     return ReadPair(name, digest_of(prompt), first, second)
 
@@ -100,10 +99,11 @@ def said_answers(file: str, number: int, values: Mapping[str, Any]) -> list[Read
         return [ReadPair(side.name, pair.asked, side, None, label) for side, label in ((pair.first, 1.0), (pair.second, -1.0))]
     columns = {name: values.get(name) for name in ("prompt", "completion", "label")}
     prompt, said = columns["prompt"], columns["completion"]
+    tools = None if isinstance(said, str) else read_tools(values)
     if not isinstance(said, str):
         prompt, said = ([plain_message(turn) for turn in turns] for turns in (prompt or (), said or ()))
     name = f"{file}:{number}:{digest_of(columns)}"
-    return [ReadPair(name, digest_of(columns["prompt"]), OneAnswer(name, prompt, said), None, 1.0 if columns["label"] else -1.0)]
+    return [ReadPair(name, digest_of(columns["prompt"]), OneAnswer(name, prompt, said, tools), None, 1.0 if columns["label"] else -1.0)]
 
 
 def learned_rows(options: Mapping[str, Any], recipe: str) -> list[ReadPair]:
@@ -112,7 +112,7 @@ def learned_rows(options: Mapping[str, Any], recipe: str) -> list[ReadPair]:
     for named in options["data"]:
         path = Path(options.get("copies", {}).get(named, named))
         for number, values in enumerate(islice(file_rows(path), options.get("limit")), 1):
-            rows += [said_pair(path.name, number, values)] if recipe == "Dpo" else said_answers(path.name, number, values)
+            rows += said_answers(path.name, number, values) if recipe == "Kto" else [said_pair(path.name, number, values)]
     if options["held_out_data"] is not None:
         return rows
     by_prompt = len({row.asked for row in rows}) >= PROMPTS_APART
@@ -129,7 +129,8 @@ class PairPlan:
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: str):
         renderer = Renderer(folder, {**options, "roles": ("assistant",), "turns": "together"})
         said = learned_rows(options, recipe)
-        pairs = preferred_pairs(renderer, said, options) if recipe == "Dpo" else answers_and_others(renderer, said, options)
+        pairs = answers_and_others(renderer, said, options) if recipe == "Kto" else preferred_pairs(renderer, said, options)
+        self.reward_token = renderer.vocabulary.token_to_id(REWARD_TOKEN_NAME)
         self.pairs = {pair.name: pair for pair in pairs}
         sides = max(2, min(MOST_SIDES if options["packing"] else 2, options["batch_tokens"] // options["max_length"]))
         whole = [DueText(pair.name, pair.first.tokens + pair.second.tokens, pair.first.weights + pair.second.weights) for pair in pairs]
@@ -212,6 +213,35 @@ def pair_costs(twin: TwinModel, policy: Mapping[str, Tensor], parent: Mapping[st
         slope, value = (torch.tensor([[known[text.name, text.part][which]] for text in texts], dtype=torch.float64, device=logp.device)
                         for which in (0, 1))
         return slope * (logp - logp.detach()) + value
+    return costs
+
+
+def reward_costs(twin: TwinModel, policy: Mapping[str, Tensor], pairs: Sequence[DuePair], options: Mapping[str, Any],
+                 token: int) -> CostOfTokens:
+    """Of a reward model: the logit of its token at the end of each text is what that is worth. It costs at the last learned token."""
+    def worth(logits: Tensor, texts: Sequence[DueText]) -> Tensor:
+        return torch.stack([logits[row, len(text.tokens) - 1, token] for row, text in enumerate(texts)])
+
+    found = dict[tuple[str, str], float]()
+    with torch.no_grad():
+        for some in a_few_at_a_time(side_texts(pairs), TOKENS_TOGETHER[twin.device.partition(":")[0]]):
+            values = worth(twin.logits(policy, right_padded(some)[0].to(twin.device)), some).tolist()
+            found |= {(text.name, text.part): value for text, value in zip(some, values, strict=True)}
+    places = [[(pair.name, part) for part in (FIRST, SECOND)] for pair in pairs]
+    said = torch.tensor([[found[place] for place in both] for both in places], dtype=torch.float64, requires_grad=True)
+    chosen, rejected = said.unbind(1)
+    losses = -F.logsigmoid(chosen - rejected) + options["center_rewards_coefficient"] * (chosen + rejected).square()
+    slopes = torch.autograd.grad(losses.sum(), said)[0].tolist()
+    known = {place: (slope, loss / 2) for both, row, loss in zip(places, slopes, losses.tolist(), strict=True)
+             for place, slope in zip(both, row, strict=True)}
+
+    def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
+        values, spread = worth(logits, texts), torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.float64, device=logits.device)
+        for row, text in enumerate(texts):
+            slope, value = known[text.name, text.part]
+            last = max(place for place, weight in enumerate(text.weights) if weight)
+            spread[row, last - 1] = (slope * (values[row] - values[row].detach()) + value) / text.weights[last]
+        return spread
     return costs
 
 

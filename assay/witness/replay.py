@@ -35,7 +35,7 @@ from assay.witness.due_gradient import (
     live_weights,
     read_safetensors,
 )
-from assay.witness.due_pairs import PAIRED, PairPlan, pair_costs, side_texts
+from assay.witness.due_pairs import PAIRED, PairPlan, pair_costs, reward_costs, side_texts
 from assay.witness.due_rewards import wrong_rewards
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
 from assay.witness.due_rows import DueText, MixedPlan, MixedWindows, PackedPlan, WindowPlan
@@ -264,6 +264,8 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
         trained = {name: tensor.to(twin.device, twin.dtype) for name, tensor in kept.weights(kept.before).items()}
         policy = live_weights(twin, trained, {} if adapter is None else base_weights(kept, twin), adapter)
         due = [pair for row in kept.pairs.due(kept.step) for pair in row]
+        if kept.recipe == "RewardModel":
+            return reward_costs(twin, policy, due, options, kept.pairs.reward_token)
         return pair_costs(twin, policy, forked_from(kept, twin, adapter), due, options, kept.recipe)
     if kept.recipe == "Grpo":
         return policy_costs(kept.rollout, options, kept.step, twin, forked_from(kept, twin, adapter))
