@@ -185,8 +185,7 @@ def from_learned(text: DueText) -> tuple[list[int], list[float]]:
 
 
 def due_pair(row: ReadPair, first: DueText, second: DueText) -> DuePair:
-    sides = (text._replace(name=row.name, part=part) for text, part in ((first, FIRST), (second, SECOND)))
-    return DuePair(row.name, *sides, row.label)
+    return DuePair(row.name, first._replace(name=row.name, part=FIRST), second._replace(name=row.name, part=SECOND), row.label)
 
 # ---------------------------------------------------------------- what a token costs
 
@@ -217,8 +216,11 @@ def pair_costs(twin: TwinModel, policy: Mapping[str, Tensor], parent: Mapping[st
 
 
 def reward_costs(twin: TwinModel, policy: Mapping[str, Tensor], pairs: Sequence[DuePair], options: Mapping[str, Any],
-                 token: int) -> CostOfTokens:
+                 token: int | None) -> CostOfTokens:
     """Of a reward model: the logit of its token at the end of each text is what that is worth. It costs at the last learned token."""
+    if token is None:
+        raise NotWitnessed(f"the tokenizer has no {REWARD_TOKEN_NAME}")
+
     def worth(logits: Tensor, texts: Sequence[DueText]) -> Tensor:
         return torch.stack([logits[row, len(text.tokens) - 1, token] for row, text in enumerate(texts)])
 
@@ -248,7 +250,7 @@ def reward_costs(twin: TwinModel, policy: Mapping[str, Tensor], pairs: Sequence[
 @torch.no_grad()
 def summed(twin: TwinModel, weights: Mapping[str, Tensor], texts: Sequence[DueText]) -> dict[tuple[str, str], float]:
     """The log-probability of what is learned of each text."""
-    found = {}
+    found = dict[tuple[str, str], float]()
     for some in a_few_at_a_time(texts, TOKENS_TOGETHER[twin.device.partition(":")[0]]):
         tokens, learned = (part.to(twin.device) for part in right_padded(some))
         totals = (-cross_entropy(twin.logits(weights, tokens), tokens, some) * learned[:, 1:]).sum(1).tolist()
