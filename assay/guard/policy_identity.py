@@ -249,9 +249,15 @@ def _blame(sampler: Sequence[NDArray[np.float64]], trainer: Sequence[NDArray[np.
 
 def trained_documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]:
     """The ids and weights of each packed document."""
+    return [(tuple(ids.tolist()), weight.tolist()) for ids, weight in document_arrays(batch)]
+
+
+def document_arrays(batch: Batch) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """As `trained_documents`, as they lie in the batch."""
     found = []
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-    for ids, weight, document in zip(batch.tokens.tolist(), batch.weight.tolist(), documents.cpu().numpy(), strict=True):
+    rows = (stream.cpu().numpy() for stream in (batch.tokens, batch.weight, documents))
+    for ids, weight, document in zip(*rows, strict=True):
         cuts = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(ids)]
-        found += [(tuple(ids[a:b]), weight[a:b]) for a, b in pairwise(cuts) if document[a] != PADDING]
+        found += [(ids[a:b], weight[a:b]) for a, b in pairwise(cuts) if document[a] != PADDING]
     return found
