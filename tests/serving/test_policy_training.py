@@ -159,9 +159,9 @@ def test_the_page_about_your_agent_works_as_it_is_written(policy, url):
     """Its code, with this server's address and name; a model that knows nothing is rewarded every second time."""
     page = GUIDE.read_text().partition("## Bring your agent")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     code = "\n".join(blocks)
-    for written, here in {"http://127.0.0.1:8000/v1": url, "qwen3-0.6b": "policy", '"5" in t.answer': "len(group) % 2"}.items():
+    for written, here in {"http://127.0.0.1:8000/v1": url, "smollm2-135m": "policy", '"5" in t.answer': "len(group) % 2"}.items():
         assert written in code
         code = code.replace(written, here)
     before, found = policy.model.engine.version, {}
