@@ -243,7 +243,9 @@ def test_a_base_that_an_update_changed_ends_the_policy(adapted, monkeypatch):
         say(url, opened, [{"role": "user", "content": "hi"}])
 
 
-@pytest.mark.parametrize(("options", "sentence"), [(("--lora-r", "4"), "give --train too"), (("--train", "--lora-alpha", "4"), "--out")])
-def test_options_of_an_adapter_belong_to_training(options, sentence, capsys):
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--lora-r", "4"), "give --train too"), (("--train", "--lora-alpha", "4"), "--train needs --out"),
+    (("--out", "x"), "for --train alone"), (("--train", "--rollouts", "--out", "x"), "give one of them")])
+def test_a_server_learns_or_takes_weights_or_neither(options, sentence, capsys):
     assert run(["serve", "nowhere", *options]) == 2
     assert sentence in capsys.readouterr().err
