@@ -262,8 +262,8 @@ def _drawn_tokens(logprobs_NV: Tensor, drawn_ids_N: Tensor) -> DrawnTokens:
     above = (drawn_N.clamp(min=LEAST_LIKELY) - mean_N).masked_fill(~likely, 0.0).sum()
     variance, most_N = (p_NV * (kept_NV - mean_N[:, None]).square()).sum(), kept_NV.amax(-1) - mean_N
     values = torch.stack([above, most_N.sum(), variance, most_N.max(), (mean_N - LEAST_LIKELY).max(), (~likely).sum()])
-    *moments, cut_off = values.tolist()  # one wait for all of them
-    return DrawnTokens(len(drawn_N), *moments, int(cut_off))
+    total, greedy, spread, highest, lowest, cut_off = values.tolist()  # one wait for all of them
+    return DrawnTokens(len(drawn_N), total, greedy, spread, highest, lowest, int(cut_off))
 
 
 def check_dataset(recorded: str, examples: Sequence[TaskExample]) -> Verdict:
