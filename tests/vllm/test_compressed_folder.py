@@ -42,4 +42,6 @@ def test_vllm_loads_it_and_reads_as_assay_does(tmp_path: Path):
                            timeout=170)
     assert found.returncode == 0, found.stderr[-2000:]
     theirs = torch.tensor([value for row in json.loads(found.stdout.splitlines()[-1]) for value in row], dtype=torch.float64)
-    assert float((ours - theirs).abs().mean()) < APART
+    apart = float((ours - theirs).abs().mean())
+    print(f"{len(ours)} tokens of a W8A8 folder: vLLM and Assay are {apart:.3f} nats a token apart; at most {APART}")
+    assert apart < APART
