@@ -30,7 +30,15 @@ from assay.data.batch import Batch
 from assay.errors import DataError, GuardStop
 from assay.generate.generation_request import Completion
 from assay.generate.sampler_weights import fingerprint, tensor_checksums
-from assay.guard.policy_identity import LogprobFloor, check_floor, check_identity, check_version, measure_logprob_floor, version_name
+from assay.guard.policy_identity import (
+    LogprobFloor,
+    OutgrownFloor,
+    check_floor,
+    check_identity,
+    check_version,
+    measure_logprob_floor,
+    version_name,
+)
 from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_token_law
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
@@ -38,6 +46,7 @@ from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.probe_logits import probe_inputs
 from assay.recipes.episode_batch import episode_batch, episode_rows, of_turns
+from assay.recipes.episode_rollouts import turns_of
 from assay.recipes.rollout_batch import Layout, batch_logprobs
 from assay.recipes.run import append_json_rows
 from assay.recipes.starting_model import AdapterModel
@@ -94,6 +103,7 @@ class ServedPolicy:
         self.frozen = tensor_checksums(self._frozen())
         self.asked = Surrogate(measure_entropy=False)
         tokens, _ = probe_inputs(self.weights.config.vocab, self.model.engine.length)
+        self.floors = OutgrownFloor()
         self.floor: LogprobFloor = measure_logprob_floor(self.weights, tokens.tolist(), 1.0)
         verdict = check_floor(self.floor)
         if verdict.outcome is Outcome.REFUTED:
@@ -218,8 +228,10 @@ class ServedPolicy:
     def _check_identity(self, batch: Batch, every: Sequence[Trajectory]) -> Verdict:
         with torch.no_grad():
             scored = batch_logprobs(self.weights, batch, self.asked.temperature, Layout(MICRO_ROWS), entropy=False)
+        rows = episode_rows(every)
         said = [turn.logprobs for each in every for turn in each.turns]
-        return check_identity(said, of_turns(scored, episode_rows(every)), self.floor)
+        return check_identity(said, of_turns(scored, rows), self.floors.over(self.floor),
+                              anew=lambda: self.floors.measure(self.weights, *turns_of(rows), self.asked.temperature))
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: parameter for name, parameter in self.weights.named_parameters() if not parameter.requires_grad}

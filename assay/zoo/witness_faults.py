@@ -121,8 +121,9 @@ def train_witnessed(where: Path, recipe: str, **options: Any) -> None:
 def judged_sums() -> dict[str, Path]:
     """Right sums preferred to wrong ones; and one of the two of each, called right or wrong."""
     sums, folder = [(f"{a}+{b}=", a + b) for a in range(8) for b in range(8)], sums_folder()
-    rows = {"dpo": [{"prompt": asked, "chosen": f"yes {due}", "rejected": f"no {due + 1}, no"} for asked, due in sums],
-            "kto": [{"prompt": asked, "completion": f"{due + due % 2}", "label": due % 2 == 0} for asked, due in sums]}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "dpo": [{"prompt": asked, "chosen": f"yes {due}", "rejected": f"no {due + 1}, no"} for asked, due in sums],
+        "kto": [{"prompt": asked, "completion": f"{due + due % 2}", "label": due % 2 == 0} for asked, due in sums]}
     for name, said in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
     return {name: folder / f"{name}.jsonl" for name in rows}
