@@ -2,7 +2,8 @@
 
     python bench/processes.py > results/processes.txt         a few minutes on two cores; gloo, tiny models
     python bench/processes.py dpo kto                         the table of these alone
-    python bench/processes.py memory                          what a process holds of a model in parts: at its opening, and in the run
+    python bench/processes.py memory                          what a process of sft holds of a model in parts, at its opening and later
+    python bench/processes.py memory-lora memory-dpo          the same of an adapter on a frozen base, and of dpo with its reference
 
 Processes are forked here and share this machine's cores: seconds a step show what the protocol costs, not a speed-up. On GPUs
 `torchrun --nproc-per-node 8 -m assay sft … --shards 8`, or `--fsdp`, writes the same digests and steps beside their seconds into its
@@ -10,6 +11,7 @@ run folder.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import platform
@@ -45,6 +47,7 @@ from tests.recipes.sittings import options as pretrain_options
 from tests.recipes.sittings import sit
 
 SHARDS = 4
+HELD = {"memory": "sft --fsdp", "memory-lora": "sft --lora-r 4 --fsdp", "memory-dpo": "dpo --fsdp"}
 Recipe = Callable[[Path, dict[str, Any]], RunOutcome]
 
 
@@ -60,9 +63,9 @@ def main() -> None:
         sums.write(home / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
         sums.write(home / "answers.jsonl", [{"prompt": prompt, "completion": f"{'no' if due % 2 else 'yes'} {due}", "label": due % 2 == 0}
                                             for prompt, due in asked])
-        table(home, [name for name in sys.argv[1:] or recipes(home) if name != "memory"])
-        if not sys.argv[1:] or "memory" in sys.argv[1:]:
-            parts_held(home)
+        table(home, [name for name in sys.argv[1:] or recipes(home) if name not in HELD])
+        for name in [name for name in sys.argv[1:] or HELD if name in HELD]:
+            parts_held(home, name)
         if not sys.argv[1:]:
             cost_of_shards(home)
             story(home)
@@ -108,29 +111,29 @@ def table(home: Path, names: Sequence[str]) -> None:
                       flush=True)
 
 
-def parts_held(home: Path) -> None:
-    """The most memory of its own that a process of an sft has, before step 1 and in all, beyond that of a tiny model's; in the model."""
+def parts_held(home: Path, name: str) -> None:
+    """The most memory of its own that a process of a run has, before step 1 and in all, beyond that of a tiny model's; in models."""
     wide = tiny_model("llama", hidden=8192, depth=24, windows=(None,) * 24)
     save_model(home / "wide", wide)
     size, largest = (4 * found(p.numel() for p in wide.parameters()) for found in (sum, max))
-    print(f"\nsft --fsdp, a model of {size / 2**20:.0f} MiB in fp32, its largest tensor {largest / size:.3f} of it; memory of a process in "
-          "models\nprocesses  process 0 opens   before step 1: process 0, last    in all: process 0, last")
-    for count, how in ((2, "whole, as before"), (2, "in parts"), (4, "whole, as before"), (4, "in parts")):
-        before, in_all = (["  ".join(f"{(deep - tiny) / size:.2f}" for deep, tiny in zip(*pair, strict=True))
-                           for pair in zip(*(peaks(home, model, count, how == "in parts") for model in ("wide", "base")), strict=True)])
+    print(f"\n{HELD[name]}, a model of {size / 2**20:.0f} MiB in fp32, its largest tensor {largest / size:.3f} of it; memory of a process "
+          "in models\nprocesses  process 0 opens   before step 1: process 0, last    in all: process 0, last")
+    for count, how in itertools.product((2, 4) if name == "memory" else (2,), ("whole, as before", "in parts")):
+        before, in_all = (["  ".join(f"{(deep - tiny) / size:.2f}" for deep, tiny in zip(*pair, strict=True)) for pair in zip(
+            *(peaks(home, name, model, count, how == "in parts") for model in ("wide", "base")), strict=True)])
         print(f"{count:<10} {how:18} {before:>28} {in_all:>26}", flush=True)
 
 
-def peaks(home: Path, model: str, count: int, in_parts: bool) -> tuple[list[int], list[int]]:
+def peaks(home: Path, name: str, model: str, count: int, in_parts: bool) -> tuple[list[int], list[int]]:
     """Of process 0 and the last: before step 1, and in all."""
     with tempfile.TemporaryDirectory() as made:
-        codes = fork_processes(lambda: watched(home, Path(made), model, in_parts), count)
+        codes = fork_processes(lambda: watched(home, Path(made), name, model, in_parts), count)
         assert codes == [0] * count, codes
         said = [json.loads((Path(made) / f"{rank}.json").read_text()) for rank in (0, count - 1)]
     return [each["before"] for each in said], [each["all"] for each in said]
 
 
-def watched(home: Path, where: Path, model: str, in_parts: bool) -> None:
+def watched(home: Path, where: Path, name: str, model: str, in_parts: bool) -> None:
     over, most, before = threading.Event(), [0], [0]
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back
     if not in_parts:
@@ -153,10 +156,14 @@ def watched(home: Path, where: Path, model: str, in_parts: bool) -> None:
 
     watcher = threading.Thread(target=look)
     watcher.start()
+    given: dict[str, Any] = {"model": str(home / model), "out": str(where / "run"), "max_length": 32, "batch_tokens": 128,
+                             "micro_batch_tokens": 32, "num_train_epochs": 1, "max_steps": 2, "save_steps": 2, "held_out": 0.1,
+                             "eval_examples": 4, "device": "cpu", "witness": "off", "fsdp": True, "merge": "never"}
     try:
-        sft.sft(Sft(model=str(home / model), out=str(where / "run"), data=(str(home / "learned.jsonl"),), max_length=32, batch_tokens=128,
-                    micro_batch_tokens=32, num_train_epochs=1, max_steps=2, save_steps=2, held_out=0.1, eval_examples=4, device="cpu",
-                    witness="off", fsdp=True, merge="never"), lambda _: None)
+        if name == "memory-dpo":
+            dpo.dpo(Dpo(**given, data=(str(home / "pairs.jsonl"),)), lambda _: None)
+        else:
+            sft.sft(Sft(**given, data=(str(home / "learned.jsonl"),), lora_r=4 if name == "memory-lora" else 0), lambda _: None)
     finally:
         over.set()
         watcher.join()
