@@ -227,6 +227,8 @@ def _read_whole(config: Trained) -> str | None:
 
 
 def _opening_in_words(config: Trained, *, in_parts: bool) -> str:
+    if in_parts and _makes_base(config):
+        return "RUN/base is written by process 0, and opened in parts from there: nobody holds the model whole after that"
     if in_parts:
         return "opened in parts: process 0 reads a tensor at a time, and nobody holds the model whole"
     return f"process 0 opens the model whole before it is cut: {sampled_whole(config) or _read_whole(config)}"
