@@ -111,7 +111,7 @@ def held_factors(parts: tuple[LowRank, ...], experts: int) -> list[tuple[Tensor,
 
 def live_factors(config: ModelConfig, patch: Patch) -> dict[str, Tensor]:
     """A patch's factors under the names that they have in a live model."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parts in patch.low_rank.items():
         layer = name.removesuffix(".weight")
         for i, (left, right) in enumerate(held_factors(parts, experts_in(config, name))):
