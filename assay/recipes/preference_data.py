@@ -32,7 +32,7 @@ from assay.recipes.dpo_options import AgainstReference, Dpo, PairedOptions
 from assay.recipes.evaluator import interval_columns
 from assay.recipes.live_reference import LiveReference
 from assay.recipes.run import Run
-from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent
+from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent, streamed_parent
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.ledger import Event
@@ -185,9 +185,12 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
 
 
 def reference_model(start: StartingModel) -> Transformer:
-    """The parent, opened anew and held as the policy is: what it says is compared with what the policy says."""
-    device = str(start.model.embed.weight.device)
-    return place_for_training(build_model(reopen_parent(start), None).requires_grad_(False), device).eval()
+    """The parent, opened anew and held as the policy is: what it says is compared with what the policy says. Of a policy in parts it is
+    read matrix by matrix."""
+    reopened = reopen_parent(start)
+    if start.weights.stored is not None:
+        return streamed_parent(start, reopened, start.device, None).eval()
+    return place_for_training(build_model(reopened, None).requires_grad_(False), start.device).eval()
 
 
 def ask_reference(data: PreferenceData, start: StartingModel, config: AgainstReference, folder: Path, rows: int,
