@@ -6,7 +6,6 @@ Every comparison is with the plain twin in float64 on the same inputs.
 import pytest
 import torch
 import torch.nn.functional as F
-from triton.runtime import interpreter
 
 from assay.kernels import gated_activation, rms_norm, rotary
 from assay.kernels.gated_activation import fused_gated, gated_backward, gated_forward, plain_gated
@@ -20,18 +19,6 @@ from assay.testing.tiny_models import tiny_config
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's exp, overflowing to inf as it should
 BF16 = 2**-7  # a step of bf16, relative: the interpreter cuts off where a GPU rounds
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def loops_up_to_a_given_number(monkeypatch):
-    """Triton 3.6's interpreter asks numpy for int(array of one entry), which numpy refuses from 2.4 on."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def drawn(*shape, dtype=torch.float32, spread=1.0, seed=0):
