@@ -168,16 +168,20 @@ stages:
     assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": True, "corpus": False, "compare": True}
     assert (tmp_path / "out" / "earlier" / "1-corpus").is_dir()
     (tmp_path / "out" / "tokenizer" / "tokenizer.json").write_text("{}")  # what a stage made is not what it made any more
-    assert run_pipeline(plan(tmp_path, text.replace("280", "281")), lambda _: None) == 0
-    assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": False, "corpus": False, "compare": True}
+    assert run_pipeline(plan(tmp_path, text.replace("new=", "other=")), lambda _: None) == 0
+    assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": False, "corpus": True, "compare": False}
     ran = [event["stage"] for event in Ledger(tmp_path / "out" / "pipeline.jsonl").events() if event["kind"] == "stage"]
-    assert ran == ["tokenizer", "corpus", "compare", "corpus", "tokenizer", "corpus"]
+    assert ran == ["tokenizer", "corpus", "compare", "corpus", "tokenizer", "compare"]
 
 
 def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
     checkpoint = save_model(tmp_path / "m", tiny_model())
     before = digest_of_path(tmp_path / "m")
     write_hallmark(checkpoint, [proven("x", "y")])
+    assert digest_of_path(tmp_path / "m") == before
+    (tmp_path / "m" / "config.json").rename(tmp_path / "m" / "other.json")  # the same bytes in the same order
+    assert digest_of_path(tmp_path / "m") != before
+    (tmp_path / "m" / "other.json").rename(tmp_path / "m" / "config.json")
     assert digest_of_path(tmp_path / "m") == before
     (tmp_path / "m" / "config.json").write_text("{}")
     assert digest_of_path(tmp_path / "m") != before
