@@ -1,5 +1,5 @@
-"""Triton's interpreter, whose language is patched once. By itself it patches every function of the language again whenever a kernel or one of
-its helpers is called (a sum, a maximum), each time around the patch before, which took most of the time of these tests."""
+"""Triton's interpreter, whose language is patched once. By itself it patches every function of the language again whenever a kernel or
+one of its helpers is called (a sum, a maximum), each time around the patch before."""
 
 import os
 from types import SimpleNamespace

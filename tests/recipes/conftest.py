@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from assay.store.checkpoint import step_folder
-
 from tests.recipes.sums import TAUGHT, taught
 from tests.trained_once import trained_once
 
