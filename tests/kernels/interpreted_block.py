@@ -138,9 +138,12 @@ LAYOUTS = {  # of a (B, T, H, d) gradient in memory
 }
 
 
-@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block"), [
-    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+ROTATIONS = [(*shape, torch.float32, 1e-6) for shape in (
+    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512))]
+ROTATIONS += [(2, 5, 3, 1, 16, 2, 512, torch.bfloat16, BF16)]
+
+
+@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block", "dtype", "bound"), ROTATIONS)
 def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
     """Tokens and pairs end inside a program; each row of the batch has angles of its own, or all have the same."""
     for batches in {1, B}:
@@ -151,9 +154,7 @@ def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
         assert apart(found, turned_back(*gradients, *angles(batches, T, d // 2))) < bound
 
 
-@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block"), [
-    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block", "dtype", "bound"), ROTATIONS)
 def test_turned_where_nothing_trains(B, T, H, K, d, rows, block, dtype, bound):
     for batches in {1, B}:
         qkv, (cos, sin) = drawn(B, T, (H + 2 * K) * d, dtype=dtype), angles(batches, T, d // 2)
