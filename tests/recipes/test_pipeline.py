@@ -179,9 +179,9 @@ def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
     before = digest_of_path(tmp_path / "m")
     write_hallmark(checkpoint, [proven("x", "y")])
     assert digest_of_path(tmp_path / "m") == before
-    (tmp_path / "m" / "config.json").rename(tmp_path / "m" / "other.json")  # the same bytes in the same order
+    (tmp_path / "m" / "config.json").rename(tmp_path / "m" / "configs.json")  # the same bytes in the same order
     assert digest_of_path(tmp_path / "m") != before
-    (tmp_path / "m" / "other.json").rename(tmp_path / "m" / "config.json")
+    (tmp_path / "m" / "configs.json").rename(tmp_path / "m" / "config.json")
     assert digest_of_path(tmp_path / "m") == before
     (tmp_path / "m" / "config.json").write_text("{}")
     assert digest_of_path(tmp_path / "m") != before
