@@ -15,6 +15,7 @@ import pytest
 
 from assay.cli import run as cli_run
 from assay.errors import UsageError
+from assay.recipes import pipeline
 from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
 from assay.recipes.pipeline_plan import KINDS, Gate, PipelinePlan, Stage, read_plan
 from assay.report.pipeline_page import pipeline_headline, pipeline_purpose, read_pipeline, render_pipeline, write_pipeline_page
@@ -185,6 +186,13 @@ def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
     assert digest_of_path(tmp_path / "m") == before
     (tmp_path / "m" / "config.json").write_text("{}")
     assert digest_of_path(tmp_path / "m") != before
+
+
+def test_a_stage_that_ends_well_and_wrote_nothing_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline.StageProcesses, "run", lambda *_, **__: pipeline.StageEnd(0, "all is well", 0.1))
+    assert run_pipeline(plan(tmp_path, "stages: {tiny: {options: {what: sums}}}"), lambda _: None) == 1
+    assert (record(tmp_path)["tiny"]["state"], record(tmp_path)["tiny"]["made"]) == ("failed", None)
+    assert record(tmp_path)["tiny"]["sentence"] == f"it ended with 0, and {tmp_path}/out/tiny is not there"
 
 
 def test_a_pipeline_that_was_killed_goes_on_where_it_stopped(tmp_path):
