@@ -20,9 +20,9 @@ from assay.guard.loss_preflight import naive_logits
 from assay.learn.policy import token_logprobs
 from assay.model.attention import PADDING
 from assay.model.kv_cache import DecodeView, PrefillView, SlotCache
-from assay.model.placement import fp32_uncompiled
+from assay.model.placement import fp32_uncompiled, uncompiled
 from assay.model.transformer import Transformer
-from assay.verdict import Verdict, proven, refuted, unproven
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 Ids = Sequence[int]
 Logprobs = Sequence[Sequence[float]]
@@ -88,6 +88,32 @@ def measure_logprob_floor(model: Transformer, sequences: Sequence[Ids], temperat
                         float(apart.std(correction=0)))
 
 
+def floor_anew(model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
+    """Of the weights as they are now, on the longest of these: as weights grow, and what is said gets rarer, rounding grows."""
+    longest = sorted(zip(prompts, completions, strict=True), key=lambda pair: len(pair[1]))[-_ROWS:]
+    with uncompiled():  # token by token, every length would be compiled anew
+        found = [measure_logprob_floor(model, [(*prompt, *ids)], temperature, len(prompt)) for prompt, ids in longest]
+    share = np.array([floor.tokens for floor in found])
+    mean, rounding = (float(np.average([getattr(floor, name) for floor in found], weights=share)) for name in ("mean", "rounding"))
+    return LogprobFloor(mean, max(floor.most for floor in found), int(share.sum()), rounding, max(floor.spread for floor in found))
+
+
+@dataclass
+class OutgrownFloor:
+    """The floor in force: the one that was measured last, or a wider one that was measured since, where the weights had outgrown it."""
+
+    grown: LogprobFloor | None = None
+
+    def over(self, measured: LogprobFloor) -> LogprobFloor:
+        return self.grown if self.grown is not None and self.grown.bound > measured.bound else measured
+
+    def measure(self, model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
+        found = floor_anew(model, prompts, completions, temperature)
+        if check_floor(found).outcome is Outcome.PROVEN:
+            self.grown = found
+        return found
+
+
 def check_floor(floor: LogprobFloor) -> Verdict:
     """The floor is rounding, not a fault that every later comparison would forgive."""
     words = f"training and sampling differ by {floor.mean:.1e} nats a token (at most {floor.most:.1e}, {floor.tokens} tokens)"
@@ -102,10 +128,11 @@ def check_floor(floor: LogprobFloor) -> Verdict:
 
 
 def check_identity(sampler: Logprobs, trainer: Logprobs, floor: LogprobFloor, naive: Callable[[], Logprobs] | None = None,
-                   suspects: Mapping[str, Callable[[], Logprobs]] | None = None) -> Verdict:
+                   suspects: Mapping[str, Callable[[], Logprobs]] | None = None, anew: Callable[[], LogprobFloor] | None = None) -> Verdict:
     """The sampler's log-probabilities are the trainer's, to the floor: on average, and in every single completion.
 
-    Where they are not, `naive` says which side is off, and each of `suspects` is tried as an explanation of the sampler's.
+    Where they are not, the floor is measured `anew` on the weights as they are by now, if it is rounding still; then `naive` says which
+    side is off, and each of `suspects` is tried as an explanation of the sampler's.
     """
     one, two = _arrays(sampler), _arrays(trainer)
     if [len(x) for x in one] != [len(x) for x in two] or not one:
@@ -117,6 +144,8 @@ def check_identity(sampler: Logprobs, trainer: Logprobs, floor: LogprobFloor, na
              f"the floor allows {floor.bound:.1e} and {floor.bound_alone:.1e}")
     if mean <= floor.bound and alone[worst] <= floor.bound_alone:
         return proven("identity", words, mean=mean, worst=alone[worst], floor=floor.mean, tokens=sum(map(len, one)))
+    if anew is not None and (now := anew()).bound > floor.bound and check_floor(now).outcome is Outcome.PROVEN:
+        return check_identity(sampler, trainer, now, naive, suspects)
     blame = "" if naive is None else _blame(one, two, _arrays(naive()), floor)
     also = [name for name, logprobs in (suspects or {}).items() if _agree(one, _arrays(logprobs()), floor)]
     return refuted("identity", "; ".join([words, *([blame] if blame else []), *(f"the sampler's are those of {name}" for name in also)]),

@@ -21,7 +21,7 @@ from assay.errors import GuardStop
 from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_draws
 from assay.generate.generation_request import Completion, Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.policy_identity import LogprobFloor, check_identity, check_version, naive_logprobs, version_name
+from assay.guard.policy_identity import LogprobFloor, OutgrownFloor, check_identity, check_version, naive_logprobs, version_name
 from assay.guard.policy_loss_checks import check_advantages, check_counted
 from assay.guard.rollout_checks import SiblingCounts, check_none_held_out, check_planned_prompts, rollout_metrics
 from assay.guard.trajectory_checks import (
@@ -112,6 +112,7 @@ class EpisodeCollector:
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
         self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
         self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
+        self.floors = OutgrownFloor()
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
@@ -218,8 +219,9 @@ class EpisodeCollector:
         the stated distribution, over all rollouts of this sitting."""
         self.looks += 1
         self.siblings.add(completions_by_task(played))
-        written_out = lambda: naive_logprobs(model, *turns_of(some), self.asked.temperature)  # noqa: E731
-        identity = check_identity([turn.logprobs for row in some for turn in row.sequence.turns], trainer, floor, written_out)
+        identity = check_identity([turn.logprobs for row in some for turn in row.sequence.turns], trainer, self.floors.over(floor),
+                                  lambda: naive_logprobs(model, *turns_of(some), self.asked.temperature),
+                                  anew=lambda: self.floors.measure(model, *turns_of(some), self.asked.temperature))
         sampled = played.sampled
         with uncompiled():  # one by one, every length would be compiled anew
             for prompt, completion in sampled[:: max(1, -(-len(sampled) // RESCORED_A_ROLLOUT))]:

@@ -152,7 +152,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     reference.follow(trainer.done)
                 rollout = ahead.take(trainer.done, reference)  # prompts → completions → rewards → advantages
                 run.judge_often(Event.ROLLOUT, [*check_gathered(trainer.sharded), *collector.check(rollout, floor, reference),
-                                                *ahead.check(rollout, floor)])
+                                                *ahead.check(rollout, collector.floors.over(floor))])
                 collector.keep_samples(rollout)
                 trainer.records.rollout = rollout.witness_facts()
                 ahead.begin(trainer.done + config.num_iterations, trainer.schedule.stop_at, floor)  # with --max-staleness 1
@@ -160,11 +160,12 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     first = step.index == rollout.step
                     measured = collector.measure(rollout) | ahead.measure(rollout) if first else None
                     found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
+                    in_force = collector.floors.over(floor)
                     if measured is not None:
-                        verdicts += [check_on_policy(found, floor, config.epsilon),
+                        verdicts += [check_on_policy(found, in_force, config.epsilon),
                                      check_measured(measured, found, *rollout.scored, entropy=asked.wants_entropy)]
                     if measured is not None and reference is not None:
-                        verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
+                        verdicts.append(check_reference(found["kl"], rollout.updates, in_force, reference.fingerprint, reference.used))
                     history.add(step, found, measured)
                     run.judge_often(Event.STEP, [*verdicts, *history.verdicts()])
                     history.say_warnings(step.index)

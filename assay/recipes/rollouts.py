@@ -21,6 +21,7 @@ from assay.generate.generation_request import Completion, GenerationRequest, Sam
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import (
     LogprobFloor,
+    OutgrownFloor,
     check_identity,
     check_reference_again,
     check_sampled_ids,
@@ -171,6 +172,7 @@ class Collector(Protocol):
     cap: int
     waiting: list[str]
     fingerprints: dict[int, str]
+    floors: OutgrownFloor
 
     def collect(self, step: int, reference: Reference | None) -> Any: ...
 
@@ -220,6 +222,7 @@ class RolloutCollector:
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
         self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
         self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
+        self.floors = OutgrownFloor()
 
     def forget_after(self, step: int) -> None:
         """Samples of steps that are about to be taken again."""
@@ -381,9 +384,9 @@ class RolloutCollector:
         self.looks += 1
         self.siblings.add([group.completions for group in everything])
         drawn, said = completions_of(everything), [completion for _, completion in chosen]
-        written_out = lambda: naive_logprobs(model, [prompt.ids for prompt, _ in chosen], [c.ids for c in said],  # noqa: E731
-                                             self.asked.temperature)
-        identity = check_identity([c.logprobs for c in said], trainer, floor, written_out)
+        asked = [prompt.ids for prompt, _ in chosen], [completion.ids for completion in said], self.asked.temperature
+        identity = check_identity([completion.logprobs for completion in said], trainer, self.floors.over(floor),
+                                  lambda: naive_logprobs(model, *asked), anew=lambda: self.floors.measure(model, *asked))
         with uncompiled():  # one by one, every length would be compiled anew
             for prompt, completion in drawn[:: max(1, -(-len(drawn) // RESCORED_A_ROLLOUT))]:
                 self.draws += rescored_draws(model, prompt.ids, completion.ids, self.sampling)

@@ -4,8 +4,9 @@ It is made of pipeline.json and of what the stages left: run folders, evaluation
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class PipelineStory:
 
 def read_pipeline(out: Path) -> PipelineStory:
     document, remark = read_json_or_remark(out / "pipeline.json")
-    stages = (document or {}).get("stages", [])
-    return PipelineStory(out.resolve().name, str((document or {}).get("purpose", "")), [_story(facts) for facts in stages],
+    stages = [_story(facts) for facts in (document or {}).get("stages", [])]
+    return PipelineStory(out.resolve().name, str((document or {}).get("purpose", "")), [with_later_gate(one, stages) for one in stages],
                          remark or (None if document else "pipeline.json is not here"), finite_number((document or {}).get("wall")))
 
 
@@ -160,6 +161,38 @@ def _run_story(facts: Mapping[str, Any], name: str, out: Path) -> StageStory:
                       Verdict(name, status.outcome, f"{headline(record).artifact}: {status.sentence}"),
                       [verdict for event in last_results(record) for verdict in verdicts_of(event)],
                       report=os.fspath(page) if page.is_file() else None)
+
+
+def with_later_gate(stage: StageStory, stages: Sequence[StageStory]) -> StageStory:
+    """A stage that could not show its gain on the few examples that it held out has shown it where a gate of the pipeline shows the same
+    by more: what it made is better than what it was made from. What it said itself is kept beside."""
+    if stage.purpose is None or stage.purpose.outcome is not Outcome.UNPROVEN:
+        return stage
+    parent, made = _option(stage.facts, "--model"), str(stage.facts.get("model"))
+    for gate in (gate for other in stages if _evaluated_models(other, stages) == [parent, made] for gate in other.gates):
+        if gate.check.startswith("shown better") and gate.outcome is Outcome.PROVEN:
+            words = f"{gate.reason} (gate); by its own look: {stage.purpose.reason}"
+            return replace(stage, purpose=Verdict(stage.purpose.check, Outcome.PROVEN, words))
+    return stage
+
+
+def _evaluated_models(stage: StageStory, stages: Sequence[StageStory]) -> list[str | None]:
+    """Of a comparison: the models whose evaluations it compares, in order; None for one that no stage evaluated."""
+    if stage.facts.get("verb") != "compare":
+        return []
+    of_evaluations = {str(one.facts.get("out")): _option(one.facts, "eval") for one in stages if one.facts.get("verb") == "eval"}
+    return [of_evaluations.get(word.split("=", 1)[-1]) for word in _words(stage.facts)[2:] if not word.startswith("-")]
+
+
+def _option(facts: Mapping[str, Any], name: str) -> str | None:
+    """What follows a word of the stage's command, after an equals sign or a space."""
+    words = _words(facts)
+    joined = next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), None)
+    return joined or next((after for word, after in pairwise(words) if word == name), None)
+
+
+def _words(facts: Mapping[str, Any]) -> list[str]:
+    return [str(word) for word in facts.get("command") or []]
 
 
 def _compared(name: str, document: Mapping[str, Any]) -> Iterator[Verdict]:

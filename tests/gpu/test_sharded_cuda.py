@@ -36,8 +36,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_replicated_processes_on_one_gpu_write_the_bits_of_one(home: Path, tmp_path: Path):
-    one, two = (trained(home, tmp_path / name, "--shards", "2", *more) for name, more in (("one", ()), ("two", ("--gpus", "2"))))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_replicated_processes_on_one_gpu_write_the_bits_of_one(dtype: str, home: Path, tmp_path: Path):
+    one, two = (trained(home, tmp_path / name, "--shards", "2", "--dtype", dtype, *more)
+                for name, more in (("one", ()), ("two", ("--gpus", "2"))))
     assert recorded_digest(open_checkpoint(two).manifest) == recorded_digest(open_checkpoint(one).manifest)
 
 

@@ -10,6 +10,7 @@ from assay.errors import DataError
 from assay.guard import policy_identity as guard
 from assay.guard.policy_identity import (
     LogprobFloor,
+    OutgrownFloor,
     check_floor,
     check_identity,
     check_on_policy,
@@ -164,3 +165,24 @@ def test_a_floor_of_a_handful_of_tokens_in_bf16_refuses_no_sound_rollout():
             assert found.outcome is Outcome.PROVEN, found.reason
         stale = check_identity((stepwise[:16] + 0.2).tolist(), at_once[:16].tolist(), floor)
         assert stale.outcome is Outcome.REFUTED
+
+
+@torch.no_grad()
+def test_a_floor_that_the_weights_have_outgrown_is_measured_anew():
+    """Weights that grow make rounding grow: a sound rollout is not refused for it, and one of other weights is."""
+    model = initialised(tiny_config(), 0)
+    model.compute_dtype = torch.bfloat16
+    ids = torch.randint(0, 320, (16, 11), generator=torch.Generator().manual_seed(1))
+    floor = measure_logprob_floor(model, ids[:4].tolist(), 1.0, 3)
+    model.norm.weight.mul_(20)
+    trainer = token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 3:].tolist()
+    sampler = guard._one_by_one(model, ids, 3, 1.0)
+    floors = OutgrownFloor()
+    anew = lambda: floors.measure(model, ids[:, :3].tolist(), ids[:, 3:].tolist(), 1.0)
+    assert check_identity(sampler.tolist(), trainer, floor).outcome is Outcome.REFUTED
+    assert check_identity(sampler.tolist(), trainer, floor, anew=anew).outcome is Outcome.PROVEN
+    assert floors.over(floor).bound > floor.bound  # in force for whatever else is asked of these weights
+    assert check_identity((sampler + 0.2).tolist(), trainer, floor, anew=anew).outcome is Outcome.REFUTED
+    model.blocks[0].attn.out.weight.mul_(1.5)  # what the sampler does not have yet
+    later = token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 3:].tolist()
+    assert check_identity(sampler.tolist(), later, floor, anew=anew).outcome is Outcome.REFUTED

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from assay.model.placement import uncompiled
+from assay.model.placement import place_for_training, uncompiled
+from assay.testing.tiny_models import tiny_model
 
 IN_A_FRESH_PROCESS = """
 import sys
@@ -34,3 +36,11 @@ def test_what_is_compiled_runs_as_it_is_written():
     assert compiled == []
     doubled(torch.ones(2))
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(("compute", "told"), [(torch.float32, {"deterministic": True}), (torch.bfloat16, None)])
+def test_in_fp32_the_compiler_may_not_choose_its_sums_by_a_stopwatch(compute, told, monkeypatch):
+    asked, compile_really = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: (asked.append(options), compile_really(*args, **options))[1])
+    model = place_for_training(tiny_model("llama"), "cpu", compute=compute, compile=True)
+    assert [options["options"] for options in asked] == [told] * len(model.blocks)

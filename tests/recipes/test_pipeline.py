@@ -18,13 +18,21 @@ from assay.errors import UsageError
 from assay.recipes import pipeline
 from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
 from assay.recipes.pipeline_plan import KINDS, Gate, PipelinePlan, Stage, read_plan
-from assay.report.pipeline_page import pipeline_headline, pipeline_purpose, read_pipeline, render_pipeline, write_pipeline_page
+from assay.report.pipeline_page import (
+    StageStory,
+    pipeline_headline,
+    pipeline_purpose,
+    read_pipeline,
+    render_pipeline,
+    with_later_gate,
+    write_pipeline_page,
+)
 from assay.store.checkpoint import quarantine_checkpoint, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs.demo.stages import empty_weights_of_another_tool
 from assay.verbs.pipeline import flags_of
-from assay.verdict import Outcome, proven, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted
 
 ROOT = Path(__file__).parents[2]
 TEXT = "\n".join(f"line {i} of {i * i} is not the {i % 7}th of many others, nor the last one" for i in range(300)) + "\n"
@@ -327,6 +335,27 @@ stages:
     assert run_pipeline(plan(tmp_path, text), lambda _: None, show) == 3
     assert record(tmp_path)["tokenizer"]["state"] == "done before"  # nobody has looked whether it still stands
     assert pipeline_headline(read_pipeline(tmp_path / "out")).endswith("0 of 2 stages done")
+
+
+@pytest.mark.parametrize(("arms", "gate", "own", "outcome"), [
+    (("before", "after"), "PROVEN", "UNPROVEN", "PROVEN"),
+    (("after", "before"), "PROVEN", "UNPROVEN", "UNPROVEN"),  # the parent is shown better
+    (("before", "before"), "PROVEN", "UNPROVEN", "UNPROVEN"),  # of other models
+    (("before", "after"), "UNPROVEN", "UNPROVEN", "UNPROVEN"),
+    (("before", "after"), "PROVEN", "REFUTED", "REFUTED")])  # what was shown against it stands
+def test_a_gain_that_a_stage_could_not_see_is_shown_by_a_gate_that_asks_the_same(arms, gate, own, outcome):
+    def story(verb, command, out, model=None, **more):
+        return StageStory({"verb": verb, "command": ["assay", verb, *command], "out": out, "model": model, **more})
+
+    grpo = dataclasses.replace(story("grpo", ["--out=runs/grpo", "--model=runs/sft/model"], "runs/grpo", "runs/grpo/model"),
+                               purpose=Verdict("grpo", Outcome(own), "no gain shown"))
+    better = [{"check": "shown better than before on gsm8k", "outcome": gate, "reason": "+0.01"}]
+    stages = [grpo, story("eval", ["runs/sft/model", "--out=runs/before"], "runs/before"),
+              story("eval", ["runs/grpo/model", "--out=runs/after"], "runs/after"),
+              story("compare", [f"{name}=runs/{name}" for name in arms] + ["--json"], "runs/compare.json", gates=better)]
+    found = with_later_gate(grpo, stages).purpose
+    assert found.outcome == outcome
+    assert "no gain shown" in found.reason
 
 
 def test_a_hostile_record_stays_text(tmp_path):
