@@ -88,13 +88,14 @@ def arguments() -> argparse.Namespace:
 def stages(home: Path, args: argparse.Namespace) -> list[Stage]:
     assay = [sys.executable, "-m", "assay"]
     made = {name: home / name for name in ("tokenizer", "clean.jsonl", "corpus", "run")}
+    held_out = f"{0.0004 / max(args.gigabytes, 0.2):.7f}"  # some 80 documents: the hand-over scores them all, twice, on these cores
     return [
         Stage("assay tokenizer (8 MB)", made["tokenizer"], [*assay, "tokenizer", str(home / "sample.jsonl"), "--vocab-size", "8192",
                                                            "--out", str(made["tokenizer"])]),
         Stage("assay data dedup", made["clean.jsonl"], [*assay, "data", "dedup", *map(str, text_files(home)), "--out",
                                                        str(made["clean.jsonl"]), "--workers", str(args.workers), "--json"]),
         Stage("assay corpus", made["corpus"], [*assay, "corpus", str(made["clean.jsonl"]), "--tokenizer", str(made["tokenizer"]), "--out",
-                                              str(made["corpus"]), "--workers", str(args.workers), "--held-out", "0.002", "--json"]),
+                                              str(made["corpus"]), "--workers", str(args.workers), "--held-out", held_out, "--json"]),
         Stage(f"assay pretrain, {args.steps} steps", made["run"], [
             *assay, "pretrain", "--corpus", str(made["corpus"]), "--out", str(made["run"]), "--depth", "1", "--max-length", "256",
             "--batch-tokens", "4096", "--micro-batch-tokens", "1024", "--tokens", str(4096 * args.steps), "--warmup-steps", "1",
