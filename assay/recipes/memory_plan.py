@@ -22,6 +22,7 @@ from assay.model.lora import plan
 from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.compute_dtype import asked_masters, compute_bytes
+from assay.recipes.dpo_options import AgainstReference
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Sft, Trained, Tuned
 from assay.recipes.run import Run
@@ -262,7 +263,8 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
     teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
-    return replace(common, rows=rows, length=config.row_length, teacher=teacher)
+    live = isinstance(config, AgainstReference) and config.reference == "live"
+    return replace(common, rows=rows, length=config.row_length, teacher=teacher, reference=live)
 
 
 def plan_tuning(config: Tuned | Grpo, device: str) -> MemoryPlan:
