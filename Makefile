@@ -1,7 +1,8 @@
 # Every target sets up what it needs: a fresh clone needs Python 3.11+ and this file.
 PYTHON ?= python3
 VENV   := .venv
-RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
+# bytecode is kept even where the environment says otherwise: the tests start hundreds of processes, and each would compile anew
+RUN    := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
 .PHONY: demo test test-all arithmetics lint types unit sandbox docs incident campaign-store campaign-processes campaigns mutants judges mirror vllm trackers pictures \

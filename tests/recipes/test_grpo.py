@@ -31,7 +31,7 @@ from assay.store.checkpoint import open_checkpoint, step_folder, step_folders
 from assay.testing.tiny_models import tiny_tokenizer
 from assay.verdict import Outcome
 from tests.recipes.sittings import rows
-from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
+from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, unproven, write
 from tests.refusals import stopped_by
 
 
@@ -41,8 +41,8 @@ def whole(knows_sums: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapter(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught(tmp_path_factory.mktemp("adapter"), whole.parent.parent / "model", lora_r=4, steps=10)
+def adapter(sums_adapter: Path) -> Path:
+    return sums_adapter
 
 
 @pytest.fixture(autouse=True)
