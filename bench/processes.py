@@ -2,7 +2,9 @@
 
     python bench/processes.py > results/processes.txt         a few minutes on two cores; gloo, tiny models
     python bench/processes.py dpo kto                         the table of these alone
-    python bench/processes.py memory                          what a process holds of a model in parts: at its opening, and in the run
+    python bench/processes.py memory                          what a process of sft holds of a model in parts, at its opening and later
+    python bench/processes.py story sft grpo                  the run that changes hands, of these alone
+    python bench/processes.py memory-lora memory-dpo          the same of an adapter on a frozen base, and of dpo with its reference
 
 Processes are forked here and share this machine's cores: seconds a step show what the protocol costs, not a speed-up. On GPUs
 `torchrun --nproc-per-node 8 -m assay sft … --shards 8`, or `--fsdp`, writes the same digests and steps beside their seconds into its
@@ -10,6 +12,7 @@ run folder.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import platform
@@ -45,6 +48,8 @@ from tests.recipes.sittings import options as pretrain_options
 from tests.recipes.sittings import sit
 
 SHARDS = 4
+STORIES = ("pretrain, Muon", "sft", "sft, LoRA", "distill", "grpo")
+HELD = {"memory": "sft --fsdp", "memory-lora": "sft --lora-r 4 --fsdp", "memory-dpo": "dpo --fsdp"}
 Recipe = Callable[[Path, dict[str, Any]], RunOutcome]
 
 
@@ -60,12 +65,15 @@ def main() -> None:
         sums.write(home / "pairs.jsonl", [{"prompt": prompt, "chosen": f"yes {due}", "rejected": f"no {due + 1}"} for prompt, due in asked])
         sums.write(home / "answers.jsonl", [{"prompt": prompt, "completion": f"{'no' if due % 2 else 'yes'} {due}", "label": due % 2 == 0}
                                             for prompt, due in asked])
-        table(home, [name for name in sys.argv[1:] or recipes(home) if name != "memory"])
-        if not sys.argv[1:] or "memory" in sys.argv[1:]:
-            parts_held(home)
+        if sys.argv[1:2] == ["story"]:
+            story(home, sys.argv[2:] or STORIES)
+            return
+        table(home, [name for name in sys.argv[1:] or recipes(home) if name not in HELD])
+        for name in [name for name in sys.argv[1:] or HELD if name in HELD]:
+            parts_held(home, name)
         if not sys.argv[1:]:
             cost_of_shards(home)
-            story(home)
+            story(home, STORIES)
 
 
 def unprove() -> None:
@@ -108,29 +116,30 @@ def table(home: Path, names: Sequence[str]) -> None:
                       flush=True)
 
 
-def parts_held(home: Path) -> None:
-    """The most memory of its own that a process of an sft has, before step 1 and in all, beyond that of a tiny model's; in the model."""
-    wide = tiny_model("llama", hidden=8192, depth=24, windows=(None,) * 24)
+def parts_held(home: Path, name: str) -> None:
+    """The most memory of its own that a process of a run has, before step 1 and in all, beyond that of a tiny model's; in models."""
+    depth = 24 if name == "memory" else 8
+    wide = tiny_model("llama", hidden=8192, depth=depth, windows=(None,) * depth)
     save_model(home / "wide", wide)
     size, largest = (4 * found(p.numel() for p in wide.parameters()) for found in (sum, max))
-    print(f"\nsft --fsdp, a model of {size / 2**20:.0f} MiB in fp32, its largest tensor {largest / size:.3f} of it; memory of a process in "
-          "models\nprocesses  process 0 opens   before step 1: process 0, last    in all: process 0, last")
-    for count, how in ((2, "whole, as before"), (2, "in parts"), (4, "whole, as before"), (4, "in parts")):
-        before, in_all = (["  ".join(f"{(deep - tiny) / size:.2f}" for deep, tiny in zip(*pair, strict=True))
-                           for pair in zip(*(peaks(home, model, count, how == "in parts") for model in ("wide", "base")), strict=True)])
+    print(f"\n{HELD[name]}, a model of {size / 2**20:.0f} MiB in fp32, its largest tensor {largest / size:.3f} of it; memory of a process "
+          "in models\nprocesses  process 0 opens   before step 1: process 0, last    in all: process 0, last")
+    for count, how in itertools.product((2, 4) if name == "memory" else (2,), ("whole, as before", "in parts")):
+        before, in_all = (["  ".join(f"{(deep - tiny) / size:.2f}" for deep, tiny in zip(*pair, strict=True)) for pair in zip(
+            *(peaks(home, name, model, count, how == "in parts") for model in ("wide", "base")), strict=True)])
         print(f"{count:<10} {how:18} {before:>28} {in_all:>26}", flush=True)
 
 
-def peaks(home: Path, model: str, count: int, in_parts: bool) -> tuple[list[int], list[int]]:
+def peaks(home: Path, name: str, model: str, count: int, in_parts: bool) -> tuple[list[int], list[int]]:
     """Of process 0 and the last: before step 1, and in all."""
     with tempfile.TemporaryDirectory() as made:
-        codes = fork_processes(lambda: watched(home, Path(made), model, in_parts), count)
+        codes = fork_processes(lambda: watched(home, Path(made), name, model, in_parts), count)
         assert codes == [0] * count, codes
         said = [json.loads((Path(made) / f"{rank}.json").read_text()) for rank in (0, count - 1)]
     return [each["before"] for each in said], [each["all"] for each in said]
 
 
-def watched(home: Path, where: Path, model: str, in_parts: bool) -> None:
+def watched(home: Path, where: Path, name: str, model: str, in_parts: bool) -> None:
     over, most, before = threading.Event(), [0], [0]
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back
     if not in_parts:
@@ -153,10 +162,14 @@ def watched(home: Path, where: Path, model: str, in_parts: bool) -> None:
 
     watcher = threading.Thread(target=look)
     watcher.start()
+    given: dict[str, Any] = {"model": str(home / model), "out": str(where / "run"), "max_length": 32, "batch_tokens": 128,
+                             "micro_batch_tokens": 32, "num_train_epochs": 1, "max_steps": 2, "save_steps": 2, "held_out": 0.1,
+                             "eval_examples": 4, "device": "cpu", "witness": "off", "fsdp": True, "merge": "never"}
     try:
-        sft.sft(Sft(model=str(home / model), out=str(where / "run"), data=(str(home / "learned.jsonl"),), max_length=32, batch_tokens=128,
-                    micro_batch_tokens=32, num_train_epochs=1, max_steps=2, save_steps=2, held_out=0.1, eval_examples=4, device="cpu",
-                    witness="off", fsdp=True, merge="never"), lambda _: None)
+        if name == "memory-dpo":
+            dpo.dpo(Dpo(**given, data=(str(home / "pairs.jsonl"),)), lambda _: None)
+        else:
+            sft.sft(Sft(**given, data=(str(home / "learned.jsonl"),), lora_r=4 if name == "memory-lora" else 0), lambda _: None)
     finally:
         over.set()
         watcher.join()
@@ -193,22 +206,29 @@ def memory(out: Path, count: int) -> str:
     return "  ".join(f"{json.loads((out / f'memory-{rank}.json').read_text()):.1f}" for rank in sorted({0, count - 1}))
 
 
-def story(home: Path) -> None:
+def story(home: Path, names: Sequence[str]) -> None:
     """Begun by four processes, killed, continued by two, stopped, finished by one: the digest of the uninterrupted run."""
-    print("\nbegun on 4, killed after step 7 (SIGKILL of process 0), continued on 2, ended by SIGTERM after step 10, finished on 1")
-    recipe = recipes(home)["sft"]
-    for options, how in (({"shards": SHARDS}, "replicated"), ({"fsdp": True}, "sharded")):
-        with tempfile.TemporaryDirectory() as made:
-            uninterrupted, out = Path(made) / "uninterrupted", Path(made) / "run"
-            recipe(uninterrupted, options)
-            codes = fork_processes(lambda: struck(recipe, out, options, 7, signal.SIGKILL), 4)  # noqa: B023
-            print(f"  {how}: 4 processes ended with {codes}; on the disk: {', '.join(f.name for f in step_folders(out / 'checkpoints'))}")
-            codes = fork_processes(lambda: struck(recipe, out, options, 10, signal.SIGTERM), 2)  # noqa: B023
-            print(f"  {how}: 2 processes ended with {codes}; on the disk: {', '.join(f.name for f in step_folders(out / 'checkpoints'))}")
-            recipe(out, options)
-            ends = [open_checkpoint(step_folders(place / "checkpoints")[-1]) for place in (out, uninterrupted)]
-            worst = max(float((ends[0].weights()[name] - due).abs().max()) for name, due in ends[1].weights().items())
-            print(f"  {how}: digest {digest(out)[:12]}, uninterrupted {digest(uninterrupted)[:12]}, weights differ by at most {worst:.1e}")
+    print("\nbegun on 4, killed (SIGKILL of process 0), continued on 2, ended by SIGTERM, finished on 1; grpo after steps 2 and 3 of 4, "
+          "the others after 7 and 10 of 12")
+    for name in names:
+        for options, how in (({"shards": SHARDS}, "replicated"), ({"fsdp": True}, "sharded")):
+            change_hands(recipes(home)[name], name, options, how, (2, 3) if name == "grpo" else (7, 10))
+
+
+def change_hands(recipe: Recipe, name: str, options: dict[str, Any], how: str, steps: tuple[int, int]) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        uninterrupted, out = Path(made) / "uninterrupted", Path(made) / "run"
+        recipe(uninterrupted, options)
+        for count, step, number in ((4, steps[0], signal.SIGKILL), (2, steps[1], signal.SIGTERM)):
+            codes = fork_processes(lambda: struck(recipe, out, options, step, number), count)  # noqa: B023
+            print(f"  {name}, {how}: {count} processes ended with {codes}; on the disk: "
+                  f"{', '.join(folder.name for folder in step_folders(out / 'checkpoints'))}")
+        recipe(out, options)
+        ends = [open_checkpoint(step_folders(place / "checkpoints")[-1]) for place in (out, uninterrupted)]
+        assert ends[0].step == ends[1].step
+        worst = max(float((ends[0].weights()[name] - due).abs().max()) for name, due in ends[1].weights().items())
+        print(f"  {name}, {how}: digest {digest(out)[:12]}, uninterrupted {digest(uninterrupted)[:12]}, weights differ by at most "
+              f"{worst:.1e}", flush=True)
 
 
 def struck(recipe: Recipe, out: Path, options: dict[str, Any], step: int, number: signal.Signals) -> None:

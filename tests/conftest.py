@@ -2,6 +2,8 @@
 
 What takes seconds to train and is never written to is trained once for all processes of a session.
 
+What tests write lies in memory where there is room: a run waits for the disk at every line of its ledger, which was an eighth of the time.
+
 After pytest's own last line another says in words which tests did not run, why, and what to install. Where files are shared out among
 processes the slowest come first, so that none is left to run alone at the end.
 """
@@ -9,13 +11,17 @@ processes the slowest come first, so that none is left to run alone at the end.
 import functools
 import gc
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from assay.evaluation import eval_witness
 from assay.guard.proving_process import PROVING_PROCESSES, ProvingProcess
 from assay.testing import tiny_facts
+from assay.witness.due_evaluation import judge_evaluation
 from tests import arithmetics
 from tests.skipped import skip_summary
 from tests.trained_once import trained_once
@@ -24,6 +30,7 @@ arithmetics.switch_on()
 _OF_THE_PARENT: list[ProvingProcess] = []
 SLOWEST = ("tests/test_api.py", "tests/guard/test_proof.py", "tests/kernels/test_interpreted.py", "tests/recipes/", "tests/zoo/",
            "tests/laws/", "tests/test_bad_input.py", "tests/store/", "tests/guard/", "tests/interop/", "tests/mutants/")
+IN_MEMORY, ROOM = Path("/dev/shm"), 4 << 30
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +46,15 @@ def _forget_processes() -> None:
     """In a fork, which a test may kill in the middle of a proof: on its parent's pipe an answer would be left for another request."""
     _OF_THE_PARENT.extend(PROVING_PROCESSES._idle)  # so that nothing is done at their end here
     PROVING_PROCESSES._idle = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def witness_in_this_process() -> Iterator[None]:
+    """Of evaluations: the same witness, without the seconds that a process takes to import. Its process is that of
+    tests/witness/test_evaluation_replay.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_witness, "ask_eval_witness", judge_evaluation)
+        yield
 
 
 @pytest.fixture
@@ -67,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """pytest-xdist would begin with the files of most tests, and end with those of one that takes a minute."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    if config.option.basetemp is None and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

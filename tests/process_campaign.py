@@ -2,10 +2,10 @@
 
     python -m tests.process_campaign --kills 60 --jobs 4 > results/process_kills.txt        `make campaign-processes`
 
-A run is begun by two to four processes, replicated or sharded. One of them is killed, at a random operation on the disk (also in the
-middle of a save) or as a tensor travels; the same command goes on with another number of processes, is killed again, and at last finishes
-alone. It must end with the digest of the undisturbed run (replicated), or within rounding of it (sharded); no checkpoint that was
-committed may be lost; and whoever was not killed must end by itself, in a sentence.
+A run is begun by two to four processes, replicated, sharded, or sharded with an adapter. One of them is killed, at a random operation
+on the disk (also in the middle of a save) or as a tensor travels; the same command goes on with another number of processes, is killed
+again, and at last finishes alone. It must end with the digest of the undisturbed run (replicated), or within rounding of it (sharded);
+no checkpoint that was committed may be lost; and whoever was not killed must end by itself, in a sentence.
 
 Run i is a function of --seed and i. What was found of each stands in --log, a line a run: the same command goes on where it was stopped.
 """
@@ -41,7 +41,8 @@ from bench.processes import unprove
 from tests.recipes import sums
 
 CLOSE, OPERATIONS, STEPS, PATIENCE = 2e-4, 220, 8, 5.0
-MODES: dict[str, dict[str, Any]] = {"replicated": {"shards": 4}, "sharded": {"fsdp": True}}
+MODES: dict[str, dict[str, Any]] = {"replicated": {"shards": 4}, "sharded": {"fsdp": True},
+                                     "adapter": {"fsdp": True, "lora_r": 4}}
 SAID = (0, 1, -signal.SIGKILL)  # how a process may end: done, in a sentence, or killed
 
 

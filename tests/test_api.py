@@ -1,6 +1,9 @@
 """The Python API: the page's blocks and the notebook run as they stand; what is given in memory, and what cannot travel, in words."""
 
+import asyncio
 import inspect
+import json
+import linecache
 import re
 import subprocess
 import sys
@@ -18,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 KEPT = """from assay.guard.proving_process import PROVING_PROCESSES
 kept = PROVING_PROCESSES.keeping()
 kept.__enter__()
-"""  # proofs of all blocks in one process: to start one takes longer than most proofs
+"""  # proofs of all cells in one process: to start one takes longer than most proofs
 FACTOR = 2.0
 
 
@@ -30,17 +33,37 @@ def double(prompt, completion, row):
     return 2 * FACTOR * half(prompt, completion, row)
 
 
-def test_every_block_of_the_page_runs_in_order(tmp_path):
+def run_block(source: str, name: str, space: dict) -> None:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # so that inspect finds a function's source
+    exec(compile(source, name, "exec"), space)
+
+
+def test_every_block_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 8
-    (tmp_path / "page.py").write_text("\n".join([KEPT, *blocks]))
-    found = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                           env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert "PROVEN 0 runs/sft/model" in found.stdout
+    monkeypatch.chdir(tmp_path)
+    space: dict = {"__name__": "__main__"}
+    for place, block in enumerate(blocks):
+        run_block(block, f"page[{place}]", space)
+    assert "PROVEN 0 runs/sft/model" in capsys.readouterr().out
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def test_the_notebooks_cells_run_under_a_running_event_loop_and_show_their_outcome(tmp_path, monkeypatch):
+    """As Jupyter runs them, in this process."""
+    monkeypatch.chdir(tmp_path)
+    space: dict = {"__name__": "__main__"}
+
+    async def cells() -> None:
+        for place, cell in enumerate(json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]):
+            if cell["cell_type"] == "code":
+                run_block("".join(cell["source"]), f"notebook[{place}]", space)
+
+    asyncio.run(cells())
+    assert "PROVEN" in space["outcome"]._repr_html_()
+
+
+@pytest.mark.slow  # its sibling above runs the same cells; a kernel and its proving process take most of half a minute to start
+def test_the_notebook_runs_in_jupyter(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)

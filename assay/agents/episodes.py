@@ -113,7 +113,7 @@ def begin_episodes(pool: EnvironmentPool, writer: ChatWriter, episodes: Sequence
     opened = pool.open({episode.name: episode.task.seed for episode in episodes})
     begun = [episode for episode in episodes if opened[episode.name].error is None]
     for episode in episodes:
-        if episode not in begun:
+        if opened[episode.name].error is not None:
             episode.fail(opened[episode.name])
     for episode, (pieces, _) in zip(begun, writer.first([opened[episode.name].messages for episode in begun]), strict=True):
         transcript = Transcript(pieces, opened[episode.name].messages)

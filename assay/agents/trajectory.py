@@ -8,6 +8,8 @@ sequence: each holds the turns that were sampled in it, and is trained on by its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
 from typing import Literal
 
 from assay.agents.tool_calls import ChatMessage
@@ -36,21 +38,21 @@ class TokenSequence:
 
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def ids(self) -> tuple[int, ...]:
-        return tuple(token for piece in self.pieces for token in piece.ids)
+        return tuple(chain.from_iterable(piece.ids for piece in self.pieces))
 
-    @property
+    @cached_property
     def sampled(self) -> tuple[bool, ...]:
         """Of every token, whether the policy sampled it: these are trained on, and no other."""
-        return tuple(piece.source == "policy" for piece in self.pieces for _ in piece.ids)
+        return tuple(chain.from_iterable(repeat(piece.source == "policy", len(piece.ids)) for piece in self.pieces))
 
-    @property
+    @cached_property
     def logprobs(self) -> tuple[float, ...]:
         """Of every token, the log-probability that it was sampled with; 0 where it was not."""
-        return tuple(value for piece in self.pieces for value in (piece.logprobs or (0.0,) * len(piece.ids)))
+        return tuple(chain.from_iterable(piece.logprobs or repeat(0.0, len(piece.ids)) for piece in self.pieces))
 
-    @property
+    @cached_property
     def turns(self) -> tuple[Piece, ...]:
         return tuple(piece for piece in self.pieces if piece.source == "policy")
 
@@ -84,12 +86,12 @@ class Trajectory:
         """Whether the policy tried to use a tool, be it in vain."""
         return self.calls + self.faults > 0
 
-    @property
+    @cached_property
     def turns(self) -> tuple[Piece, ...]:
         """What the policy said, in order."""
         return tuple(turn for sequence in self.sequences for turn in sequence.turns)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Those that the policy sampled: what a trajectory's length is, where one counts."""
         return sum(len(turn.ids) for turn in self.turns)

@@ -7,6 +7,8 @@
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 from assay.agents.tool_calls import ChatMessage, ToolFormat, format_for
@@ -26,7 +28,7 @@ class Transcript:
     @property
     def prompt(self) -> tuple[int, ...]:
         """What the next turn is sampled after."""
-        return tuple(token for piece in self._sequences[-1] for token in piece.ids)
+        return tuple(chain.from_iterable(piece.ids for piece in self._sequences[-1]))
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -65,7 +67,13 @@ class ChatWriter:
             begin, texts = text_prefix_ids(self.tokenizer), ["".join(each["content"] for each in said) for said in conversations]
             return [([Piece("template", tuple(begin)), *self.pieces(text, said)], text)
                     for text, said in zip(texts, conversations, strict=True)]
-        return [(self.pieces(text, said), text) for text, said in zip(self.rendered(conversations), conversations, strict=True)]
+        known: dict[tuple[str, str], list[Piece]] = {}  # members of a group begin alike
+        found = []
+        for text, said in zip(self.rendered(conversations), conversations, strict=True):
+            key = text, str(said)
+            known[key] = known[key] if key in known else self.pieces(text, said)
+            found.append((known[key], text))
+        return found
 
     def insert(self, answered: Sequence[tuple[Transcript, Sequence[ChatMessage]]]) -> list[str | None]:
         """The environment's messages, after what was said: as the template goes on from there, or where it does not, in a new sequence.
@@ -82,7 +90,7 @@ class ChatWriter:
                 continue
             said = self.tokenizer.decode(transcript.prompt)
             more = self.pieces(whole[len(said):], messages) if whole.startswith(said) else []
-            if more and self.tokenizer.decode(token for piece in more for token in piece.ids) == whole[len(said):]:
+            if more and self.tokenizer.decode(chain.from_iterable(piece.ids for piece in more)) == whole[len(said):]:
                 transcript.hear(messages, more)
             else:
                 transcript.branch(messages, self.pieces(whole, [*transcript.messages, *messages]))
@@ -121,11 +129,10 @@ class ChatWriter:
             if at >= 0:
                 begin = at + len(str(message["content"]).strip())
                 spoken.append((at, begin))
-        found: list[Piece] = []
-        for token, (first, end) in zip(ids, offsets, strict=True):
-            source: Source = "environment" if any(first < stop and end > start for start, stop in spoken) else "template"
-            found.append(Piece(source, (token,)))
-        return list(in_one_row(found).pieces)
+        sources: list[Source] = ["environment" if any(first < stop and end > start for start, stop in spoken) else "template"
+                                 for first, end in offsets]
+        return [Piece(source, tuple(token for _, token in run))
+                for source, run in groupby(zip(sources, ids, strict=True), key=itemgetter(0))]
 
 
 def _unanswered(pieces: Sequence[Piece]) -> int:

@@ -140,9 +140,9 @@ def render_feedback(said: Sequence[SaidFeedback], tokenizer: Tokenizer, stops: S
 def mismatched(kept: Sequence[tuple[SaidFeedback, TrainingExample]], place: int, length: int) -> TrainingExample:
     """The prompt of an example with the completion of the one before it, or of the nearest before that says something else to another."""
     said, own = kept[place]
-    others = [kept[place - back] for back in range(1, len(kept))]
+    others = (kept[place - back] for back in range(1, len(kept)))
     apart = (other for each, other in others if each.prompt != said.prompt and not np.array_equal(_completion(other), _completion(own)))
-    other = next(apart, others[0][1] if others else own)
+    other = next(apart, kept[place - 1][1])
     tokens = np.concatenate([own.tokens[: own.prompt], _completion(other)])[:length]
     weight = np.concatenate([own.weight[: own.prompt], other.weight[other.prompt :]])[:length]
     if not weight.any():  # a prompt that fills the length but for less than what the other completion begins with

@@ -1,8 +1,8 @@
 """Conversation layouts: TRL's, Alpaca's, ShareGPT's or GSM8K's rows become conversations. A file has one layout.
 
   messages              messages: [{role, content}, …]; tools where there are any
-  prompt-completion     prompt, completion: both text, or both lists of messages
-  prompt                prompt alone, text or messages: something to answer, nothing to learn from
+  prompt-completion     prompt, completion: both text, or both lists of messages; tools beside messages, where there are any
+  prompt                prompt alone, text or messages (and tools): something to answer, nothing to learn from
   text                  text: all of it is learned
   alpaca                instruction, output; input and system where there are any
   sharegpt              conversations: [{from, value}, …]; system where there is one
@@ -166,14 +166,14 @@ def _of_prompt_completion(row: DataRow, _: Gsm8k) -> RowContent:
             raise DataError(f"{row.where}: {column} is {_kind(row.values[column])} and {other} {_kind(row.values[other])}; expected text "
                             "in both, or a list of messages in both")
     before = messages_of(row, "prompt")
-    return RowContent(before + messages_of(row, "completion"), learned_from=len(before))
+    return RowContent(before + messages_of(row, "completion"), learned_from=len(before), tools=tools_of(row))
 
 
 def _of_prompt(row: DataRow, _: Gsm8k) -> RowContent:
     if isinstance(row.values["prompt"], str):
         return RowContent(plain=(_text(row, "prompt"), ""))
     messages = messages_of(row, "prompt")
-    return RowContent(messages, learned_from=len(messages))
+    return RowContent(messages, learned_from=len(messages), tools=tools_of(row))
 
 
 def _of_text(row: DataRow, _: Gsm8k) -> RowContent:
@@ -258,8 +258,8 @@ class RowLayout(NamedTuple):
 
 CONVERSATION_LAYOUTS: dict[str, RowLayout] = {
     "messages": RowLayout({"messages"}, {"tools"}, _of_messages),
-    "prompt-completion": RowLayout({"prompt", "completion"}, set(), _of_prompt_completion),
-    "prompt": RowLayout({"prompt"}, set(), _of_prompt),
+    "prompt-completion": RowLayout({"prompt", "completion"}, {"tools"}, _of_prompt_completion),
+    "prompt": RowLayout({"prompt"}, {"tools"}, _of_prompt),
     "text": RowLayout({"text"}, set(), _of_text),
     "alpaca": RowLayout({"instruction", "output"}, {"input", "system"}, _of_alpaca),
     "sharegpt": RowLayout({"conversations"}, {"system"}, _of_sharegpt),

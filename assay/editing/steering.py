@@ -6,22 +6,26 @@ digest, and changes none of them: it is a patch of the forward pass alone.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from assay.data.batch import Batch
 from assay.editing.block_hooks import StopForward, block, hooked
-from assay.errors import ArtifactError
+from assay.errors import ArtifactError, UsageError
 from assay.model.transformer import Transformer
 from assay.store import durable
+from assay.strict_json import read_json
 
-FILE, _KEY = "steering.safetensors", "vector"
+FILE, RECORD_FILE, _KEY = "steering.safetensors", "steering.json", "vector"
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,61 @@ class SteeringVector:
     vector: Tensor  # (D,) fp32
 
 
+@dataclass(frozen=True)
+class AskedSteering:
+    """What --steer FILE[:SCALE] asks for. `notes` say what assay steer measured of it, and what nobody has."""
+
+    vector: SteeringVector
+    path: str
+    scale: float
+    notes: tuple[str, ...]
+
+    def facts(self) -> dict[str, str | float | int]:
+        return {"path": self.path, "layer": self.vector.layer, "scale": self.scale}
+
+
+def asked_steering(text: str) -> AskedSteering:
+    """FILE or FOLDER, or either with a scale behind a colon; without one, the scale that it was measured at."""
+    path, _, scale = text.rpartition(":")
+    if Path(text).exists() or not path:
+        path, scale = text, ""
+    try:
+        asked = float(scale) if scale else None
+    except ValueError:
+        raise UsageError(f"--steer {text}: {scale!r} is no number; expected FILE or FILE:SCALE, as in vectors/polite:1.5") from None
+    if asked is not None and not math.isfinite(asked):
+        raise UsageError(f"--steer {text}: a scale of {asked}; expected a finite number")
+    vector = read_steering(path)
+    beside = (Path(path) if Path(path).is_dir() else Path(path).parent) / RECORD_FILE
+    found = read_json(beside) if beside.is_file() else None
+    measured = None if found is None else float(found["options"]["scale"])
+    scale_used = asked if asked is not None else 1.0 if measured is None else measured
+    return AskedSteering(vector, path, scale_used, tuple(_measured_notes(found, measured, scale_used)))
+
+
+def _measured_notes(found: dict[str, Any] | None, measured: float | None, scale: float) -> Iterator[str]:
+    if found is None:
+        yield f"steering: no {RECORD_FILE} lies beside the vector: neither its effect nor its cost is known"
+    elif scale != measured:
+        yield f"steering: measured at scale {measured:g} and used at {scale:g}, where neither effect nor cost was measured"
+    else:
+        yield from (f"steering: {verdict['outcome']} {verdict['check']}: {verdict['reason']}" for verdict in found["verdicts"])
+
+
+def steer_for_good(model: Transformer, asked: AskedSteering, digest: str) -> None:
+    """As `steered`, for as long as the model lives: before an engine is made of it, which samples and is checked with the vector."""
+    add_vector(model, asked.vector, asked.scale, digest)
+
+
 @contextlib.contextmanager
 def steered(model: Transformer, steering: SteeringVector, scale: float, digest: str) -> Iterator[Transformer]:
     """`scale` times the vector is added to the stream after its block for the length of the `with`; afterwards nothing is left of it."""
+    with hooked([add_vector(model, steering, scale, digest)]):
+        yield model
+
+
+def add_vector(model: Transformer, steering: SteeringVector, scale: float, digest: str) -> RemovableHandle:
+    """Until the handle is removed. Refused where the vector is of other weights."""
     if steering.parent != digest:
         raise ArtifactError(f"the steering vector belongs to weights {steering.parent[:12]}, these are {digest[:12]}: another model's "
                             "directions mean nothing here; make one of its own")
@@ -45,8 +101,7 @@ def steered(model: Transformer, steering: SteeringVector, scale: float, digest: 
     def add(_: nn.Module, __: object, output: Tensor) -> Tensor:
         return output + added.to(output.dtype)
 
-    with hooked([block(model, steering.layer).register_forward_hook(add)]):
-        yield model
+    return block(model, steering.layer).register_forward_hook(add)
 
 
 def contrast_vector(model: Transformer, shown: Sequence[Batch], other: Sequence[Batch], layer: int, digest: str) -> SteeringVector:

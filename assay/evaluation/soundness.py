@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ DRAWN, LONGEST_DRAWN = 64, 512  # samples that are scored again, and tokens of e
 LEAST_LIKELY = -12.0  # nats: less likely tokens count as this likely, so that no single one decides
 RESCORED, RESCORED_BF16 = 1e-3, 0.1  # nats a token that rounding explains, over all samples scored again; of one alone ten times that
 _LOGIT_ROWS = 256  # of logits alive at once
+_PASS_TOKENS = 8192  # that are scored again at a time
 RECORDED_ANSWERS, _LOOSELY = {torch.float32: 2e-4}, 1e-1  # relative distance of probe answers, as the server allows it; else
 LEAKED = 0.01  # share of the examples, or of their runs of 13 words, that may stand in training text by accident
 
@@ -222,21 +223,47 @@ def stated_distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     return scaled_NV.masked_fill(~kept_NV, -math.inf).log_softmax(-1)
 
 
-@torch.no_grad()
 def rescored_draws(model: Transformer, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling) -> DrawnTokens:
+    return rescored_together(model, [(prompt, ids)], sampling)
+
+
+@torch.no_grad()
+def rescored_together(model: Transformer, samples: Sequence[tuple[Sequence[int], Sequence[int]]], sampling: Sampling) -> DrawnTokens:
+    """Of every sample (prompt, ids), many in one pass: what pads a row stands after it, where no token of it looks."""
     device, found = model.embed.weight.device, DrawnTokens()
-    states_ND = model.hidden(torch.tensor([[*prompt, *ids]], device=device))[0, len(prompt) - 1 : -1]
-    for start in range(0, len(ids), _LOGIT_ROWS):
-        logprobs_NV = stated_distribution(policy_logits(model, states_ND[start : start + _LOGIT_ROWS]), sampling)
-        drawn_N = logprobs_NV.gather(-1, torch.tensor(ids[start : start + _LOGIT_ROWS], device=device)[:, None]).squeeze(-1)
-        p_NV, kept_NV = logprobs_NV.exp(), logprobs_NV.clamp(min=LEAST_LIKELY)
-        mean_N = (p_NV * kept_NV).sum(-1)
-        likely = drawn_N > -math.inf
-        above_N = (drawn_N.clamp(min=LEAST_LIKELY) - mean_N)[likely]
-        variance_N, most_N = (p_NV * (kept_NV - mean_N[:, None]).square()).sum(-1), kept_NV.amax(-1) - mean_N
-        found += DrawnTokens(len(drawn_N), float(above_N.sum()), float(most_N.sum()), float(variance_N.sum()), float(most_N.max()),
-                          float((mean_N - LEAST_LIKELY).max()), int((~likely).sum()))
+    for some in _in_passes([(*prompt, *ids) for prompt, ids in samples], [len(prompt) for prompt, _ in samples]):
+        rows_BT, width = [row for row, _ in some], max(len(row) for row, _ in some)
+        states_BTD = model.hidden(torch.tensor([[*row, *row[:1] * (width - len(row))] for row in rows_BT], device=device))
+        states_ND = torch.cat([states_BTD[place, begin - 1 : len(row) - 1] for place, (row, begin) in enumerate(some)])
+        drawn = torch.tensor([token for row, begin in some for token in row[begin:]], device=device)
+        for start in range(0, len(drawn), _LOGIT_ROWS):
+            here = slice(start, start + _LOGIT_ROWS)
+            found += _drawn_tokens(stated_distribution(policy_logits(model, states_ND[here]), sampling), drawn[here])
     return found
+
+
+def _in_passes(rows: Sequence[tuple[int, ...]], begins: Sequence[int]) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+    """Rows of much the same length together, at most so many tokens in all; each with where what was drawn begins."""
+    together: list[tuple[tuple[int, ...], int]] = []
+    for row, begin in sorted(zip(rows, begins, strict=True), key=lambda each: len(each[0])):
+        if together and len(row) * (len(together) + 1) > _PASS_TOKENS:
+            yield together
+            together = []
+        together.append((row, begin))
+    if together:
+        yield together
+
+
+def _drawn_tokens(logprobs_NV: Tensor, drawn_ids_N: Tensor) -> DrawnTokens:
+    drawn_N = logprobs_NV.gather(-1, drawn_ids_N[:, None]).squeeze(-1)
+    p_NV, kept_NV = logprobs_NV.exp(), logprobs_NV.clamp(min=LEAST_LIKELY)
+    mean_N = (p_NV * kept_NV).sum(-1)
+    likely = drawn_N > -math.inf
+    above = (drawn_N.clamp(min=LEAST_LIKELY) - mean_N).masked_fill(~likely, 0.0).sum()
+    variance, most_N = (p_NV * (kept_NV - mean_N[:, None]).square()).sum(), kept_NV.amax(-1) - mean_N
+    values = torch.stack([above, most_N.sum(), variance, most_N.max(), (mean_N - LEAST_LIKELY).max(), (~likely).sum()])
+    total, greedy, spread, highest, lowest, cut_off = values.tolist()  # one wait for all of them
+    return DrawnTokens(len(drawn_N), total, greedy, spread, highest, lowest, int(cut_off))
 
 
 def check_dataset(recorded: str, examples: Sequence[TaskExample]) -> Verdict:

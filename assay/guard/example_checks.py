@@ -313,8 +313,8 @@ def _written_again(example: TrainingExample, tokenizer: Tokenizer, stops: Specia
     source = example.conversation
     assert source is not None
     if source.messages and tokenizer.template is not None:
-        turn = example.id.partition("#")[2]
-        text = tokenizer.render(source.messages[: int(turn) + 1 if turn else None], tools=source.tools)
+        part = example.id.rpartition(":")[2].partition("#")[2]  # the number of a turn, or which side of a pair
+        text = tokenizer.render(source.messages[: int(part) + 1 if part.isdecimal() else None], tools=source.tools)
         return tokenizer.decode(tokenizer.encode(text))
     prompt, completion = source.plain or ("", "")
     eos = "" if stops.eos is None else tokenizer.tokens[stops.eos]

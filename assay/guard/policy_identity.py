@@ -50,6 +50,11 @@ class LogprobFloor:
     spread: float = 0.0  # standard deviation of what single tokens are apart
 
     @property
+    def demanded(self) -> bool:
+        """Of no token: nothing was measured, nothing may differ, and no later measurement widens it."""
+        return self.tokens == 0
+
+    @property
     def likely_most(self) -> float:
         """The most that the mean may be, as far as so few tokens tell."""
         return self.mean + _SURE * self.spread / math.sqrt(max(1, self.tokens))
@@ -105,7 +110,7 @@ class OutgrownFloor:
     grown: LogprobFloor | None = None
 
     def over(self, measured: LogprobFloor) -> LogprobFloor:
-        return self.grown if self.grown is not None and self.grown.bound > measured.bound else measured
+        return measured if self.grown is None or measured.demanded else max(measured, self.grown, key=lambda floor: floor.bound)
 
     def measure(self, model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
         found = floor_anew(model, prompts, completions, temperature)
@@ -144,7 +149,7 @@ def check_identity(sampler: Logprobs, trainer: Logprobs, floor: LogprobFloor, na
              f"the floor allows {floor.bound:.1e} and {floor.bound_alone:.1e}")
     if mean <= floor.bound and alone[worst] <= floor.bound_alone:
         return proven("identity", words, mean=mean, worst=alone[worst], floor=floor.mean, tokens=sum(map(len, one)))
-    if anew is not None and (now := anew()).bound > floor.bound and check_floor(now).outcome is Outcome.PROVEN:
+    if anew is not None and not floor.demanded and (now := anew()).bound > floor.bound and check_floor(now).outcome is Outcome.PROVEN:
         return check_identity(sampler, trainer, now, naive, suspects)
     blame = "" if naive is None else _blame(one, two, _arrays(naive()), floor)
     also = [name for name, logprobs in (suspects or {}).items() if _agree(one, _arrays(logprobs()), floor)]
@@ -278,9 +283,15 @@ def _blame(sampler: Sequence[NDArray[np.float64]], trainer: Sequence[NDArray[np.
 
 def trained_documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]:
     """The ids and weights of each packed document."""
+    return [(tuple(ids.tolist()), weight.tolist()) for ids, weight in document_arrays(batch)]
+
+
+def document_arrays(batch: Batch) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """As `trained_documents`, as they lie in the batch."""
     found = []
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-    for ids, weight, document in zip(batch.tokens.tolist(), batch.weight.tolist(), documents.cpu().numpy(), strict=True):
+    rows = (stream.cpu().numpy() for stream in (batch.tokens, batch.weight, documents))
+    for ids, weight, document in zip(*rows, strict=True):
         cuts = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(ids)]
-        found += [(tuple(ids[a:b]), weight[a:b]) for a, b in pairwise(cuts) if document[a] != PADDING]
+        found += [(ids[a:b], weight[a:b]) for a, b in pairwise(cuts) if document[a] != PADDING]
     return found

@@ -1,5 +1,7 @@
 """Reward-model checks: the loss is Bradley and Terry's, the score head is there and was learned, and held-out pairs are told apart."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,7 @@ from assay.guard.preference_checks import BIASED, DOUBT
 from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
+from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.statistics.estimate import proportion
 from assay.store.artifact import Artifact
@@ -34,6 +37,23 @@ def check_reward_head(artifact: Artifact, before: Tensor) -> Verdict:
     if not moved > 0:
         return refuted("reward head", f"{words}: the score head is the one that it began with, and rewards are noise", id=id)
     return proven("reward head", words, id=id, moved=moved)
+
+
+def check_reward_words(path: str, reward: Tokenizer, policy: Tokenizer,
+                       prompts: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> Verdict:
+    """A reward model reads prompts in its own words. `prompts`: the policy's ids, the reward model's, and all that the row says. Another
+    tokenizer or template is said; the policy's own markers, which are noise to it, are refused."""
+    markers = [policy.tokens[id] for id in sorted(policy.special_ids) if policy.tokens[id] not in reward.ids]
+    strange = sorted({marker for _, read, told in prompts for marker in markers if marker in reward.decode(read) and marker not in told})
+    if strange:
+        return refuted("reward words", f"the reward model {path} is asked in the policy's words: {strange[0]} stands in its prompts and is "
+                                       "no token of its tokenizer; its rewards would be noise", markers=strange)
+    apart = [(len(read), len(given)) for given, read, _ in prompts if tuple(read) != tuple(given)]
+    if not apart:
+        return proven("reward words", f"the reward model {path} reads {len(prompts)} prompts as the policy does, id for id")
+    return proven("reward words", f"the reward model {path} has another tokenizer or template than the policy: {len(apart)} of "
+                                  f"{len(prompts)} prompts are written by its own template and tokenised by its own tokenizer, the first "
+                                  f"of them as {apart[0][0]} tokens where the policy has {apart[0][1]}", others=len(apart))
 
 
 def check_reward_accuracy(found: ScoredPairs) -> Verdict:

@@ -7,15 +7,17 @@ made of them.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from assay.agents.episodes import SampledTurn
 from assay.agents.trajectory import Trajectory
 from assay.data.batch import Batch
 from assay.guard.loss_preflight import loss_gradients
-from assay.guard.policy_identity import trained_documents
+from assay.guard.policy_identity import document_arrays
 from assay.learn.advantage import Normalise
 from assay.learn.objectives import Objective
 from assay.model.attention import PADDING
@@ -23,7 +25,7 @@ from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
 SAME_WEIGHT = 1e-5  # relative: token weights are held in fp32
-HASH_BASE, HASH_MASK = 1_000_003, (1 << 61) - 1
+HASH_BASE = 1_000_003
 FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
 
 
@@ -39,18 +41,18 @@ def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Count
         if len(said.ids) < cap and said.ids[-1] not in stop_ids:
             return refuted("token_law", f"a turn of {len(said.ids)} of {cap} tokens ends with id {said.ids[-1]}, which stops nothing: its "
                            "stop token was cut off")
-    rows, record, whole, tokens = trained_documents(batch), SampledTurns(sampled), Counter[tuple[int, ...]](), 0
-    for ids, weight in rows:
-        places = record.places(ids)
-        if places is None:
+    rows, whole, tokens = document_arrays(batch), Counter[tuple[int, ...]](), 0
+    written = [tuple(ids.tolist()) for ids, _ in rows]
+    for ids, (_, weight), said_T in zip(written, rows, sampled_places(sampled, written), strict=True):
+        if said_T is None:
             return refuted("token_law", f"a trained sequence of {len(ids)} ids has turns that were never sampled after what stands before "
                            "them: its history was written anew, or its text was encoded again")
-        wrong = [place for place, value in enumerate(weight) if value and place not in places]
-        if wrong:
+        wrong = np.flatnonzero((weight != 0) & ~said_T)
+        if len(wrong):
             return refuted("token_law", f"{len(wrong)} tokens of a sequence of {len(ids)} are trained on that the policy did not sample "
                            f"(the first at place {wrong[0]}): an environment's or a template's words", tokens=len(wrong))
-        whole[ids] += all(weight[place] for place in places)
-        tokens += len(places)
+        whole[ids] += bool((weight[said_T] != 0).all())
+        tokens += int(said_T.sum())
     if lost := counted - whole:
         return refuted("token_law", f"{sum(lost.values())} of {counted.total()} sequences that count are not in the batch with all that "
                        "was sampled in them: a branch or a turn is lost")
@@ -61,29 +63,43 @@ def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Count
                   "no other counts", turns=len(sampled), sequences=len(rows))
 
 
-class SampledTurns:
-    """The engine's record, to be asked which turns were sampled after the beginnings of a sequence."""
+def sampled_places(sampled: Sequence[SampledTurn], sequences: Sequence[tuple[int, ...]]) -> list[NDArray[np.bool_] | None]:
+    """Of each sequence, which tokens the engine sampled there, by its own record of every turn and what that was sampled after; None where
+    the last turn was not sampled after what stands before it.
 
-    def __init__(self, sampled: Sequence[SampledTurn]):
-        self._after: dict[tuple[int, int], list[SampledTurn]] = {}
-        for turn in sampled:
-            self._after.setdefault((len(turn.prompt), prefix_hashes(turn.prompt)[-1]), []).append(turn)
-
-    def places(self, ids: tuple[int, ...]) -> set[int] | None:
-        """Where a sequence's sampled tokens stand; None where its last turn was not sampled after what stands before it."""
-        places, ended = set[int](), False
-        for begin, value in enumerate(prefix_hashes(ids), 1):
-            for prompt, said in self._after.get((begin, value), ()):
-                end = begin + len(said.ids)
-                if ids[:begin] == prompt and ids[begin:end] == said.ids:
-                    places |= set(range(begin, end))
+    Whether a beginning of a sequence is what a turn was sampled after is asked by hashes, for all at once: there are many beginnings,
+    and comparing each with each would take longer than a step. What the hashes find is then compared.
+    """
+    after: dict[int, list[SampledTurn]] = {}
+    for turn, value in zip(sampled, whole_hashes([turn.prompt for turn in sampled]), strict=True):
+        after.setdefault(value, []).append(turn)
+    hashes_NT, length_N = prefix_hashes(sequences), np.array([len(ids) for ids in sequences])
+    begins_NT = np.isin(hashes_NT, np.array(list(after), np.uint64)) & (np.arange(hashes_NT.shape[1]) < length_N[:, None])
+    found: list[NDArray[np.bool_] | None] = []
+    for number, ids in enumerate(sequences):
+        said_T, ended = np.zeros(len(ids), bool), False
+        for place in np.flatnonzero(begins_NT[number]).tolist():
+            for prompt, said in after[int(hashes_NT[number, place])]:
+                begin, end = place + 1, place + 1 + len(said.ids)
+                if ids[begin:end] == said.ids and ids[:begin] == prompt:
+                    said_T[begin:end] = True
                     ended |= end == len(ids)
-        return places if ended else None
+        found.append(said_T if ended else None)
+    return found
 
 
-def prefix_hashes(ids: Sequence[int]) -> list[int]:
-    """Of every beginning of the ids: they are many, and comparing each with each would take longer than a step."""
-    return list(accumulate(ids, lambda so_far, token: (so_far * HASH_BASE + token + 1) & HASH_MASK, initial=0))[1:]
+def prefix_hashes(sequences: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
+    """(N, T): of every beginning of each sequence, modulo 2⁶⁴; what stands after a sequence's end is no hash."""
+    lengths = [len(ids) for ids in sequences]
+    width = max(lengths, default=0)
+    ids_NT = np.zeros((len(sequences), width), np.uint64)
+    ids_NT[np.arange(width) < np.array(lengths, np.int64)[:, None]] = np.fromiter(chain.from_iterable(sequences), np.uint64, sum(lengths))
+    return np.cumsum((ids_NT + np.uint64(1)) * np.cumprod(np.full(width, HASH_BASE, np.uint64)), 1)
+
+
+def whole_hashes(sequences: Sequence[tuple[int, ...]]) -> list[int]:
+    hashes_NT = prefix_hashes(sequences)
+    return [int(hashes[len(ids) - 1]) for ids, hashes in zip(sequences, hashes_NT, strict=True)]
 
 
 def check_every_turn(sampled: Sequence[SampledTurn], trajectories: Sequence[Trajectory]) -> Verdict:
@@ -102,8 +118,9 @@ def check_trajectory_weights(batch: Batch, trajectories: Sequence[Trajectory], c
                              cap: int) -> Verdict:
     """A trajectory weighs what it should with all its sequences together, and the batch is divided by what it should be."""
     weights: dict[tuple[int, ...], float] = {}
-    for ids, weight in trained_documents(batch):
-        weights[ids] = weights.get(ids, 0.0) + sum(weight)
+    for ids_T, weight_T in document_arrays(batch):
+        ids = (*ids_T.tolist(),)
+        weights[ids] = weights.get(ids, 0.0) + float(weight_T.sum(dtype=np.float64))
     rows = Counter(sequence.ids for trajectory in trajectories for sequence in trajectory.sequences)
     for trajectory, counts in zip(trajectories, counted_N, strict=True):
         due = 0.0 if not counts else 1.0 if normalise == "sequence" else float(trajectory.tokens)

@@ -4,7 +4,8 @@ Process 0 runs the recipe. What it does with the weights, every process does wit
 its arguments, and the others run it too (`ShardedModel.answer_calls`). Between such calls nothing moves, and nobody but process 0 decides.
 
 A model may lie in parts from the beginning (`open_in_parts`): every process is sent its rows of each tensor as process 0 reads it from the
-file, and what process 0 does alone before step 1 it does with a streamed model (learn/streamed.py). Nobody ever holds it whole.
+file or makes it, and what process 0 does alone before step 1 it does with a streamed model (learn/streamed.py). Nobody ever holds it
+whole; of an adapter on a frozen base process 0 keeps a copy of what is trained, which is small.
 
 Rows r, r + W, r + 2W, … of a batch are process r's. The optimizer and the average work on each process's own rows of every tensor, as plain
 tensors; what is a property of a whole tensor (Muon's direction, the norm, a fingerprint) is gathered, one tensor at a time. The sums over
@@ -32,7 +33,7 @@ from assay.learn.loop import Accumulated, accumulated
 from assay.learn.objectives import Objective, combined
 from assay.learn.optim import Muon, orthogonalised, state_tensors
 from assay.learn.parallel import count_read, described, empty_batch, require_all_read, rows_of, send_batch
-from assay.learn.streamed import Fetch, LazyTensors, Streaming
+from assay.learn.streamed import Fetch, LazyTensors, Streaming, replace_parameters
 from assay.model.families import hf_layout, to_foreign
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
@@ -75,9 +76,11 @@ class ShardedModel:
         self.applied: dict[str, Any] = {}  # of the last step, as this process had it
         self._state_before: dict[str, str] = {}  # in process 0: digests of moments and average when they were whole
         self.stored: StoredTensors | None = None  # in process 0, where the model is opened in parts
-        self.never_whole = False  # opened in parts: process 0 keeps no copy
+        self.never_whole = False  # opened in parts: process 0 keeps no copy of the whole
+        self.adapts = not all(p.requires_grad for p in model.parameters())  # what is trained is a small part of it
         self.rows: dict[str, Tensor] = {}  # this process's rows of every parameter, until FSDP has them
         self.moments: dict[str, dict[str, Tensor]] = {}  # and of its moments
+        self.average: dict[str, Tensor] = {}  # and of the average, under the names it has in a checkpoint
         self.gradient_sets: dict[int, dict[str, Tensor]] = {}  # this process's rows of gradients that process 0 compares, by number
         self._streaming: Streaming | None = None
         self._set, self._dropped = 0, list[int]()
@@ -106,9 +109,12 @@ class ShardedModel:
         elif self._streaming is not None:
             self._end_streaming()
             self.whole = copy.deepcopy(self.model)
+            if self.adapts:
+                replace_parameters(self.whole, with_own_memory)
         rows = self.rows or {name: self._own_rows(p.detach()) for name, p in self.model.named_parameters()}
         moments = self.moments or self._own_moments()
-        average = {} if self.ema is None else {name: self._own_rows(tensor) for name, tensor in self.ema.tensors().items()}
+        whole_average = {} if self.ema is None or self.average else self.ema.tensors()
+        average = self.average or {name: self._own_rows(tensor) for name, tensor in whole_average.items()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         shard_parameters(self.model, self.world)
@@ -122,10 +128,12 @@ class ShardedModel:
             group["fused"] = self.world.device != "cpu"  # also where the model had no memory when its optimizer was made
             for name in held:
                 self.optimizer.state[self.parts[name]] = moments[name]
-        self.moments = {}
+        self.moments, self.average = {}, {}
         if self.ema is not None:
             self.ema = Ema(_Parts(self.parts), self.ema.decay)
             self.ema.load(average)
+        if self.never_whole:
+            self._copy_trained()
         self._lend_to_forward_passes()
 
     # ---------------------------------------------------------------- in parts from the beginning
@@ -135,7 +143,7 @@ class ShardedModel:
         if self._streaming is not None:
             self._end_streaming()
         self.stored = stored
-        self.take_rows(moments=bool(stored.moments))
+        self.take_rows(moments=bool(stored.moments), average=bool(stored.average))
         self._streaming = Streaming(self.model, self.world.device, self.fetch_rows, self._give_gradient)
         self._follow_parameters()
         self.model.gradients = self._given_gradients  # type: ignore[method-assign]
@@ -159,7 +167,7 @@ class ShardedModel:
         self._held_parameters = list(now.values())
 
     @in_all_processes
-    def take_rows(self, *, moments: bool) -> None:
+    def take_rows(self, *, moments: bool, average: bool) -> None:
         self.never_whole = True
         for name, p in self.model.named_parameters():
             whole = None if self.stored is None else self.stored.weight(name).to(p.dtype)
@@ -176,6 +184,9 @@ class ShardedModel:
             else:
                 held = torch.zeros_like(self.world.rows_held(tensor), device=self.world.device)
             self.moments.setdefault(parameter, {})[key] = held
+        for name, tensor in {} if self.ema is None else self.ema.tensors().items():  # which begins with the weights themselves
+            before = self.stored.average[name] if average and self.stored is not None else tensor
+            self.average[name] = self._own_rows(before) if average else self.rows[name.removeprefix(EMA_PREFIX)].clone()
 
     def fetch_rows(self, name: str) -> Tensor:
         """A parameter, whole in process 0 alone."""
@@ -183,7 +194,9 @@ class ShardedModel:
 
     @in_all_processes
     def gather_of(self, *, kind: str, name: str, number: int = 0) -> Any:
-        if kind == "moments":
+        if kind == "state" and name in self.average:
+            part = self.average[name]
+        elif kind == "state":
             parameter, _, key = name.rpartition("/")
             part = self.moments[parameter][key]
         else:
@@ -191,10 +204,10 @@ class ShardedModel:
         return self.gather_tensor(name, part, 0)
 
     def live(self) -> "tuple[Mapping[str, Tensor], Mapping[str, Tensor]]":
-        """Weights and moments of a model in parts, under their own names, each gathered in process 0 when it is asked for."""
-        moments = [f"{name}/{key}" for name, held in self.moments.items() for key in held]
+        """Weights and optimizer state of a model in parts, under their own names, each gathered in process 0 when it is asked for."""
+        state = [*(f"{name}/{key}" for name, held in self.moments.items() for key in held), *self.average]
         return (LazyTensors(list(self.shapes), self.fetch_rows),
-                LazyTensors(moments, lambda name: self.gather_of(kind="moments", name=name)))
+                LazyTensors(state, lambda name: self.gather_of(kind="state", name=name)))
 
     def _give_gradient(self, name: str, gradient: Tensor) -> None:
         """Process 0's gradient of one tensor leaves it as soon as it is made."""
@@ -305,12 +318,15 @@ class ShardedModel:
         return wrong
 
     def _digest_before(self, name: str, found: Tensor) -> str:
-        """Of a tensor as it was before it was cut; where nobody held it whole, of what the file holds: moments begin at 0."""
+        """Of a tensor as it was before it was cut; where nobody held it whole, of what is stored: moments begin at 0, an average with the
+        weights."""
         if self.stored is None:
             assert self.whole is not None, "process 0 keeps a copy"
             return self._state_before[name] if name in self._state_before else tensor_sha256(self.whole.get_parameter(name))
-        if name in self.shapes:
-            return tensor_sha256(self.stored.weight(name).to(found.dtype))
+        if name in self.stored.average:
+            return tensor_sha256(self.stored.average[name])
+        if (parameter := name.removeprefix(EMA_PREFIX)) in self.shapes:
+            return tensor_sha256(self.stored.weight(parameter).to(found.dtype))
         return tensor_sha256(self.stored.moments[name] if self.stored.moments else torch.zeros_like(found))
 
     # ---------------------------------------------------------------- a step
@@ -475,10 +491,13 @@ class ShardedModel:
 
     @in_all_processes
     def refresh(self) -> None:
-        """The trained weights of this moment into process 0's whole model, a tensor at a time."""
+        """The trained weights of this moment into process 0's copy of them, a tensor at a time; nothing where it keeps none."""
         reshard(self.model)
+        self._copy_trained()
+
+    def _copy_trained(self) -> None:
         there = {} if self.whole is None else dict(self.whole.named_parameters())
-        for name, part in self.parts.items() if not self.never_whole else ():
+        for name, part in self.parts.items() if self.adapts or not self.never_whole else ():
             if part.requires_grad and (found := self.world.gather_rows(part, self.shapes[name][0], 0)) is not None:
                 there[name].data.copy_(found)
 
@@ -612,10 +631,11 @@ class ShardedModel:
 
 
 class StoredTensors:
-    """What a model in parts begins with, read tensor by tensor: weights under our names, and moments where a run goes on."""
+    """What a model in parts begins with, read or made tensor by tensor: weights under our names; moments and average where a run goes
+    on."""
 
-    def __init__(self, weight: Fetch, moments: Mapping[str, Tensor]):
-        self.weight, self.moments = weight, moments
+    def __init__(self, weight: Fetch, moments: Mapping[str, Tensor], average: Mapping[str, Tensor] | None = None):
+        self.weight, self.moments, self.average = weight, moments, average or {}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -682,6 +702,11 @@ def give_memory(model: Transformer, device: str) -> None:
     """To the parts of a model that had shapes alone until here."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def with_own_memory(_: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Of what is trained; what is frozen keeps its shape alone."""
+    return nn.Parameter(torch.empty_like(parameter, device="cpu")) if parameter.requires_grad else parameter
 
 
 def reshard(model: nn.Module) -> None:

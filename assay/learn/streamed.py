@@ -24,7 +24,7 @@ HELD_LAYERS = ("attn.gate",)  # whose matrices a preflight writes to
 def streamed_names(model: Transformer) -> list[str]:
     """Matrices that their own layers alone multiply with, and that are worth a fetch."""
     layers = {f"{path}.weight": layer for path, layer in model.blocks.named_modules(prefix="blocks")
-              if isinstance(layer, nn.Linear) and not path.endswith(HELD_LAYERS)}
+              if isinstance(layer, nn.Linear) and not path.removesuffix(".base").endswith(HELD_LAYERS)}
     return [name for name, layer in layers.items() if layer.weight.numel() * layer.weight.element_size() > HELD_BYTES]
 
 

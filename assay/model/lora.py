@@ -109,6 +109,16 @@ def held_factors(parts: tuple[LowRank, ...], experts: int) -> list[tuple[Tensor,
             for i in range(several)]
 
 
+def live_factors(config: ModelConfig, patch: Patch) -> dict[str, Tensor]:
+    """A patch's factors under the names that they have in a live model."""
+    found: dict[str, Tensor] = {}
+    for name, parts in patch.low_rank.items():
+        layer = name.removesuffix(".weight")
+        for i, (left, right) in enumerate(held_factors(parts, experts_in(config, name))):
+            found |= {f"{layer}.lefts.{i}": left, f"{layer}.rights.{i}": right}
+    return found
+
+
 def experts_in(config: ModelConfig, parameter: str) -> int:
     """How many matrices a parameter holds: one, or one for each expert."""
     layer, _, leaf = parameter.removeprefix("blocks.").partition(".")

@@ -91,6 +91,9 @@ class Tokenizer:
         """`special` keeps special tokens in the text. An id without a token stands out as ⟨id⟩; it is never dropped."""
         parts: list[str] = []
         run: list[int] = []
+        ids = list(ids)
+        if self.tokens.keys() >= set(ids):
+            return self.backend.decode(ids, skip_special_tokens=not special)
         for id in ids:
             if id in self.tokens:
                 run.append(id)

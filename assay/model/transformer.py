@@ -143,9 +143,11 @@ class Linear(nn.Linear):
 
 
 class RmsNorm(nn.Module):
+    initial = 1.0  # what its weight begins with, everywhere
+
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), self.initial))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,9 +157,11 @@ class RmsNorm(nn.Module):
 class OffsetRmsNorm(nn.Module):
     """Gemma's: the weight is what the factor differs from 1 by, and the product is rounded once, behind it."""
 
+    initial = 0.0
+
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.full((width,), self.initial))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,6 +169,8 @@ class OffsetRmsNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
+    initial = 1.0
+
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
@@ -172,9 +178,11 @@ class LayerNorm(nn.LayerNorm):
 class ValueMix(nn.Module):
     """Value residual learning (Zhou et al., arXiv 2410.17897): both shares begin at a half."""
 
+    initial = 0.5
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((2,), 0.5))
+        self.weight = nn.Parameter(torch.full((2,), self.initial))
 
     def forward(self, v: Tensor, first: Tensor) -> Tensor:
         return mix_values(v, first, self.weight.to(v.dtype))
@@ -183,9 +191,11 @@ class ValueMix(nn.Module):
 class Sinks(nn.Module):
     """A score a head, which takes a share of the head's attention and gives nothing."""
 
+    initial = 0.0
+
     def __init__(self, heads: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads))
+        self.weight = nn.Parameter(torch.full((heads,), self.initial))
 
 
 class Attention(nn.Module):
@@ -439,12 +449,17 @@ def initialised(config: ModelConfig, seed: int, spread: InitialSpread = InitialS
     """A fresh model whose every weight has an address in `seed`; no ambient RNG is touched."""
     model = Transformer(config)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            with torch.no_grad():
-                parameter.normal_(0.0, spread.of(name, config.depth), generator=generator(seed, "init", name))
-        elif name.endswith(".bias"):
-            nn.init.zeros_(parameter)
+        parameter.data = initial_tensor(model, seed, spread, name)
     return model
+
+
+def initial_tensor(outline: Transformer, seed: int, spread: InitialSpread, name: str) -> Tensor:
+    """One weight of a fresh model, by itself: whoever asks, and in whatever order, gets the same bits. `outline` may have shapes alone."""
+    path, _, leaf = name.rpartition(".")
+    shape = outline.get_parameter(name).shape
+    if len(shape) == 2:
+        return torch.empty(shape).normal_(0.0, spread.of(name, outline.config.depth), generator=generator(seed, "init", name))
+    return torch.full(shape, 0.0 if leaf == "bias" else float(outline.get_submodule(path).initial))  # type: ignore[arg-type]
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -25,6 +25,7 @@ from assay.recipes.preference_data import (
     ask_reference,
     check_parent_reference,
     describe_pairs,
+    judge_live_reference,
     load_preferences,
     pairs_in,
     score_beside_parent,
@@ -56,7 +57,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     for line in describe_pairs(config, start, pairs, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
-        data = ask_reference(pairs, start, run.folder, plan.micro, say)
+        data = ask_reference(pairs, start, config, run.folder, plan.micro, say)
         trainer = Trainer(run, start.weights, optimizer, objective, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
                           order=data.order, saves=plan.saves, steps_before=start.steps_before, world=world,
                           steady=settings.loss != "hinge")  # whose loss is 0, and stays it, where every margin is wide enough
@@ -79,6 +80,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                     data.judge_step(run, step)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight, pairs=pairs_in(step.ids))
                     if trainer.save_due():
+                        judge_live_reference(run, data)
                         saves.save_evaluated()
                     elif trainer.extra_save_due():
                         saves.save_unevaluated()

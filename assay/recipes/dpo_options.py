@@ -38,11 +38,21 @@ class PairedOptions(Tuned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dpo(PairedOptions):
+class AgainstReference(PairedOptions):
+    """Options of the recipes that compare the policy with its parent."""
+
+    reference: Literal["stored", "live"] = option(
+        "the parent's log-probabilities: of all examples once, before step 1, kept in RUN/reference (stored); or of each batch as it is "
+        "read, by the parent's frozen weights beside the policy (live)", group="method", default="stored")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(AgainstReference):
     """Teach a model which of two answers is preferred, the whole of it or a LoRA adapter. An interrupted run in --out goes on where it
     stopped.
 
-    The reference is the model as it was given. Its log-probabilities are computed once, before step 1, and kept in RUN/reference.
+    The reference is the model as it was given. Its log-probabilities are computed once, before step 1, and kept in RUN/reference; with
+    --reference live they are computed for each batch.
     """
 
     data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected, texts or lists of messages, or "

@@ -7,6 +7,7 @@ Shapes: P tasks, G episodes of each, N = P · G trajectories, B rows of one toke
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from assay.agents.trajectory import Trajectory
 from assay.data.batch import Batch
 from assay.data.data_ledger import ids_digest
 from assay.errors import GuardStop
-from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_draws
+from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_together
 from assay.generate.generation_request import Completion, Sampling
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import LogprobFloor, OutgrownFloor, check_identity, check_version, naive_logprobs, version_name
@@ -148,7 +149,7 @@ class EpisodeCollector:
         advantages = estimated_advantages(rewards, config.advantage_estimator, config.scale_rewards)
         counted_N = counted_trajectories(every, mask_truncated=config.mask_truncated_completions)
         rows = episode_batch(every, advantages.values_PG.flatten().tolist(), counted_N, config.normalisation, cap=self.cap)
-        rows = self.sampler.corrected(with_reference(rows, reference, self.asked, config), self._trainer_logprobs)
+        rows = self.sampler.corrected(with_reference(rows, reference, self.asked, config), self.trainer_logprobs)
         return EpisodeRollout(step, updates, tasks, played, rewards, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at,
                               weighed=self.sampler.importance is not None)
 
@@ -192,7 +193,7 @@ class EpisodeCollector:
 
     def _check_fresh(self, rollout: EpisodeRollout, floor: LogprobFloor) -> list[Verdict]:
         part, some = self._compared(rollout.trajectories, rollout.rows)
-        trainer = self._trainer_logprobs(part)
+        trainer = self.trainer_logprobs(part)
         return self._check_draws(rollout.played, some, of_turns(trainer, some), self.model, floor)
 
     def check_drawn(self, played: PlayedEpisodes, floor: LogprobFloor) -> list[Verdict]:
@@ -223,9 +224,9 @@ class EpisodeCollector:
                                   lambda: naive_logprobs(model, *turns_of(some), self.asked.temperature),
                                   anew=lambda: self.floors.measure(model, *turns_of(some), self.asked.temperature))
         sampled = played.sampled
-        with uncompiled():  # one by one, every length would be compiled anew
-            for prompt, completion in sampled[:: max(1, -(-len(sampled) // RESCORED_A_ROLLOUT))]:
-                self.draws += rescored_draws(model, prompt, completion.ids, self.sampling)
+        with uncompiled():  # every length would be compiled anew
+            some_turns = sampled[:: max(1, -(-len(sampled) // RESCORED_A_ROLLOUT))]
+            self.draws += rescored_together(model, [(prompt, said.ids) for prompt, said in some_turns], self.sampling)
         return [identity, judge_draws(self.draws, self.sampling, self.looks), self.siblings.check()]
 
     def sampled_logprobs(self, rollout: EpisodeRollout) -> Tensor:
@@ -244,7 +245,7 @@ class EpisodeCollector:
         """Of every turn: the version, and of how many tokens."""
         return [(turn.completion.version, len(turn.completion.ids)) for turn in rollout.played.sampled]
 
-    def _trainer_logprobs(self, batch: Batch) -> Tensor:
+    def trainer_logprobs(self, batch: Batch) -> Tensor:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def measure(self, rollout: EpisodeRollout) -> dict[str, float]:
@@ -321,8 +322,8 @@ def as_completions(rollout: EpisodeRollout) -> list[list[Completion]]:
 
 
 def completions_by_task(played: PlayedEpisodes) -> list[list[Completion]]:
-    return [[Completion(tuple(token for turn in each.turns for token in turn.ids),
-                        tuple(value for turn in each.turns for value in turn.logprobs), "length" if was_cut(each) else "stop",
+    return [[Completion(tuple(chain.from_iterable(turn.ids for turn in each.turns)),
+                        tuple(chain.from_iterable(turn.logprobs for turn in each.turns)), "length" if was_cut(each) else "stop",
                         next(iter(each.versions), "")) for each in group]
             for group in played.groups]
 

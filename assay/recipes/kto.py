@@ -27,7 +27,13 @@ from assay.recipes.feedback_data import FeedbackData, describe_feedback, kto_set
 from assay.recipes.hand_over import conclude_hand_over, hand_over
 from assay.recipes.kto_options import Kto
 from assay.recipes.memory_plan import record_use
-from assay.recipes.preference_data import ask_reference, check_parent_reference, pairs_in, score_beside_parent
+from assay.recipes.preference_data import (
+    ask_reference,
+    check_parent_reference,
+    judge_live_reference,
+    pairs_in,
+    score_beside_parent,
+)
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.sft import check_asked_scale, check_forked_loss, judge_written_adapter, tuning_optimizer, tuning_plan
@@ -57,7 +63,7 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
     for line in describe_feedback(config, start, examples, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
-        asked = ask_reference(examples, start, run.folder, plan.micro, say)
+        asked = ask_reference(examples, start, config, run.folder, plan.micro, say)
         assert isinstance(asked, FeedbackData)
         data = asked.followed(start.model, plan.micro)
         trainer = Trainer(run, start.weights, optimizer, objective, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
@@ -81,6 +87,7 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
                     data.judge_step(run, step)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight, examples=pairs_in(step.ids))
                     if trainer.save_due():
+                        judge_live_reference(run, data)
                         saves.save_evaluated()
                     elif trainer.extra_save_due():
                         saves.save_unevaluated()

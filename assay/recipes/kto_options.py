@@ -4,16 +4,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from assay.config import option
-from assay.recipes.dpo_options import BETA, PairedOptions
+from assay.recipes.dpo_options import BETA, AgainstReference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kto(PairedOptions):
+class Kto(AgainstReference):
     """Teach a model from single answers that were called desirable or undesirable, the whole of it or a LoRA adapter. An interrupted run
     in --out goes on where it stopped.
 
     The reference is the model as it was given. Its log-probabilities are computed once, before step 1, and kept in RUN/reference: of
-    every answer, and of an answer to another prompt beside it, by which the KL of the policy is estimated.
+    every answer, and of an answer to another prompt beside it, by which the KL of the policy is estimated; with --reference live they are
+    computed for each batch.
     """
 
     data: tuple[str, ...] = option("answers: .jsonl(.gz), .parquet or .csv with prompt, completion (texts or lists of messages) and label, "

@@ -22,8 +22,9 @@ from assay.model.lora import plan
 from assay.model.quantised import STORED_BITS, is_quantisable
 from assay.model.transformer import ModelConfig, qkv_rows
 from assay.recipes.compute_dtype import asked_masters, compute_bytes
+from assay.recipes.dpo_options import AgainstReference
 from assay.recipes.grpo_options import Grpo
-from assay.recipes.options import Distill, Pretrain, Sft, Trained, Tuned
+from assay.recipes.options import Distill, Pretrain, Trained, Tuned
 from assay.recipes.run import Run
 from assay.store import model_cache
 from assay.store.artifact import ArtifactPlace, locate_artifact
@@ -136,7 +137,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     if work.processes > 1:
         stays |= in_parts(stays, work.processes)
     if work.processes > 1 and work.streamed:
-        passing = preflight_bytes(config, work, 0, whole=True) + streamed_bytes(config, trained, work.processes)
+        passing = preflight_bytes(config, work, 0, whole=not adapter) + streamed_bytes(config, trained, work.processes, adapter=adapter)
         stays["preflight"] = max(0, passing - activations - logits)
     handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
@@ -150,13 +151,13 @@ def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
     return parts | {"preflight": max(0, before - sum(parts.values())), "saving": 0}
 
 
-def streamed_bytes(config: ModelConfig, trained: int, processes: int) -> int:
+def streamed_bytes(config: ModelConfig, trained: int, processes: int, *, adapter: bool) -> int:
     """Of a model that is opened in parts, in process 0 before step 1: three sets of gradients in parts; embedding and head whole, with
-    the gradients that are compared; a layer and its gradients as it is fetched."""
+    the gradients that are compared; a layer and its gradients as it is fetched. What is frozen has no gradients."""
     shapes = parameter_shapes(config)
     root = sum(math.prod(shape) for name, shape in shapes.items() if not name.startswith("blocks."))
     layer = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("blocks.0."))
-    return MASTER * (3 * -(-trained // processes) + 4 * root + 2 * layer)
+    return MASTER * (3 * (trained if adapter else -(-trained // processes)) + (root + layer if adapter else 4 * root + 2 * layer))
 
 
 def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> int:
@@ -262,7 +263,8 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
     teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
-    return replace(common, rows=rows, length=config.row_length, teacher=teacher)
+    live = isinstance(config, AgainstReference) and config.reference == "live"
+    return replace(common, rows=rows, length=config.row_length, teacher=teacher, reference=live)
 
 
 def plan_tuning(config: Tuned | Grpo, device: str) -> MemoryPlan:
@@ -277,14 +279,18 @@ def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> Memor
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
     moments = 8 if config.optimizer == "adamw" else 5  # muon keeps one average of a matrix's gradients, AdamW the rest's
     work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
-                       compute=compute_bytes(config, device), processes=parting_processes(config))
+                       compute=compute_bytes(config, device), processes=parting_processes(config), streamed=config.fsdp)
     return plan_memory(PlannedModel(shape, 0), work)
 
 
 def may_open_in_parts(config: Trained) -> bool:
-    """Whether the recipe trains all tensors of a folder as they are, and asks nothing of them before its Trainer."""
-    remade = bool(config.new_tokens) or config.rope_scaling is not None or bool(config.lora_r)
-    return config.fsdp and not remade and (isinstance(config, Sft) or (isinstance(config, Distill) and not config.on_policy))
+    return config.fsdp and sampled_whole(config) is None
+
+
+def sampled_whole(config: Trained) -> str | None:
+    """Why process 0 holds the model whole whatever else is cut into parts, where it does."""
+    samples = isinstance(config, Grpo) or (isinstance(config, Distill) and config.on_policy > 0)
+    return "it samples, alone, from a copy of the model that it gathers for every rollout" if samples else None
 
 
 def parting_processes(config: Tuned | Grpo | Pretrain) -> int:

@@ -14,6 +14,7 @@ from assay.data.chat import Rendered, unread_in_words
 from assay.data.packing import PackedExamples, hold_out
 from assay.data.preferences import PackedPairs, PreferencePair, by_prompt, pair_rows, read_preferences, render_pairs
 from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
+from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
 from assay.guard.corpus_checks import require_held_out
@@ -27,12 +28,14 @@ from assay.learn.preference import PreferenceSettings
 from assay.model.placement import place_for_training
 from assay.model.transformer import Transformer, parameter_count
 from assay.recipes.conversations import Conversations, evenly, joined_rows, ordered, refuse_beyond_context
-from assay.recipes.dpo_options import Dpo, PairedOptions
+from assay.recipes.dpo_options import AgainstReference, Dpo, PairedOptions
 from assay.recipes.evaluator import interval_columns
+from assay.recipes.live_reference import LiveReference
 from assay.recipes.run import Run
-from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent
+from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent, streamed_parent
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
+from assay.store.ledger import Event
 from assay.verdict import Verdict, refuted
 
 ASKED_AGAIN = 8  # pairs of which the parent is asked anew whether the reference still says what it does
@@ -47,9 +50,9 @@ class PreferenceData(Conversations):
     held_out: Sequence[PreferencePair]  # type: ignore[assignment]
     settings: PreferenceSettings = field(kw_only=True)
     length: int = field(kw_only=True)  # most tokens of a side
-    reference: StoredReference | None = None
+    reference: StoredReference | LiveReference | None = None
 
-    def with_reference(self, found: StoredReference) -> "PreferenceData":
+    def with_reference(self, found: StoredReference | LiveReference) -> "PreferenceData":
         return replace(self, reference=found, scored_as=f"{self.scored_as} against {found.weights[:12]}")
 
     def answered(self, batch: Batch) -> Batch:
@@ -66,6 +69,9 @@ class PreferenceData(Conversations):
         return super().facts(step) | told
 
     def check_same(self, recorded: Mapping[str, Any]) -> Verdict:
+        if self.reference is not None and recorded.get("reference") != self.reference.weights:
+            return refuted("same data", f"the reference is {self.reference.weights[:12]} now, the run began with "
+                                        f"{str(recorded.get('reference'))[:12]}; give it back, or begin a new run")
         if self.reference is not None and recorded.get("reference_logprobs") != self.reference.digest:
             return refuted("same data", f"the reference's log-probabilities are {self.reference.digest[:12]} now, the run began with "
                                         f"{str(recorded.get('reference_logprobs'))[:12]}; give them back, or begin a new run")
@@ -163,7 +169,7 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
     counts, order, settings = data.rendered.counts, data.order, data.settings
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
     end = f"{data.steps:,} steps" if data.steps else f"{config.minutes:g} minutes"
-    against = f"the reference is {start.parent.digest[:12]}" if settings.needs_reference else "there is no reference"
+    against = f"the reference is {start.parent.digest[:12]}, {config.reference}" if settings.needs_reference else "there is no reference"
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
@@ -179,15 +185,24 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
 
 
 def reference_model(start: StartingModel) -> Transformer:
-    """The parent, opened anew and held as the policy is: what it says is compared with what the policy says."""
-    device = str(start.model.embed.weight.device)
-    return place_for_training(build_model(reopen_parent(start), None).requires_grad_(False), device).eval()
+    """The parent, opened anew and held as the policy is: what it says is compared with what the policy says. Of a policy in parts it is
+    read matrix by matrix."""
+    reopened = reopen_parent(start)
+    if start.weights.stored is not None:
+        return streamed_parent(start, reopened, start.device, None).eval()
+    return place_for_training(build_model(reopened, None).requires_grad_(False), start.device).eval()
 
 
-def ask_reference(data: PreferenceData, start: StartingModel, folder: Path, rows: int, say: Callable[[str], None]) -> PreferenceData:
-    """The data with what the reference says of every pair: asked once, and read back ever after."""
+def ask_reference(data: PreferenceData, start: StartingModel, config: AgainstReference, folder: Path, rows: int,
+                  say: Callable[[str], None]) -> PreferenceData:
+    """The data with what the reference says of every pair: asked once, and read back ever after; or asked live, of each batch."""
     if not data.settings.needs_reference:
+        if config.reference == "live":
+            raise UsageError(f"--reference live with the loss {data.settings.loss}, which has no reference; leave it out")
         return data
+    if config.reference == "live":
+        say(f"the parent {start.parent.digest[:12]} stays beside the policy and is asked about each batch")
+        return data.with_reference(LiveReference(reference_model(start), start.parent.digest, rows))
     every, where = [*data.train, *data.held_out], folder / REFERENCE_FOLDER
     if not where.exists():
         model, answers = reference_model(start), dict[str, NDArray[np.float32]]()
@@ -212,4 +227,16 @@ def said_by(model: Transformer, batch: Batch) -> torch.Tensor:
 
 def check_parent_reference(data: PreferenceData, start: StartingModel) -> list[Verdict]:
     """Of a few pairs, the parent is asked again, from its bytes on disk; nothing where there is no reference."""
-    return [] if data.reference is None else [check_pair_reference(data.sample(), reference_model(start), data.reference.weights)]
+    return [] if data.reference is None else [check_pair_reference(data.sample(), reference_model(start), data.reference.weights),
+                                              *check_live_reference(data)]
+
+
+def check_live_reference(data: PreferenceData) -> list[Verdict]:
+    """That what is asked in memory has its bits; nothing where the answers are stored."""
+    return [data.reference.check_unmoved()] if isinstance(data.reference, LiveReference) else []
+
+
+def judge_live_reference(run: Run, data: PreferenceData) -> None:
+    """Before a save: what was learned since the last was learned against the parent."""
+    if found := check_live_reference(data):
+        run.judge(Event.REFERENCE, found)

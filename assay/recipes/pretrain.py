@@ -25,10 +25,21 @@ from assay.learn.ema import Ema
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw, muon
+from assay.learn.sharded import StoredTensors
 from assay.model.placement import place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import InitialSpread, ModelConfig, Rope, Transformer, initialised, outlined, parameter_count, qkv_rows
+from assay.model.transformer import (
+    InitialSpread,
+    ModelConfig,
+    Rope,
+    Transformer,
+    initial_tensor,
+    initialised,
+    outlined,
+    parameter_count,
+    qkv_rows,
+)
 from assay.outcome import RunOutcome
 from assay.recipes.compute_dtype import asked_compute, refuse_fp16
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
@@ -36,7 +47,7 @@ from assay.recipes.given_shape import GivenShape, is_given, read_shape
 from assay.recipes.hand_over import hand_over, write_down
 from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
-from assay.recipes.processes import follow, holds_outline, join_processes, moments_wait
+from assay.recipes.processes import follow, join_processes, moments_wait, shards_parameters
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
 from assay.recipes.starting_model import Ancestry, WholeModel
@@ -147,11 +158,14 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     if (available := device_memory(plan.device)) is not None:
         require_fit(memory, available, plan.device)
     refuse_fp16(config, plan.model)
-    made = outlined(plan.model) if holds_outline(config) else initialised(plan.model, config.seed, plan.spread)
+    in_parts = shards_parameters(config)  # every process makes an outline, and is sent its rows of each tensor as process 0 draws it
+    made = outlined(plan.model) if in_parts else initialised(plan.model, config.seed, plan.spread)
     model = place_for_training(made, plan.device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
                                compile=False if config.fsdp else None)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
+    if in_parts:
+        say("built in parts: process 0 draws a tensor at a time, and nobody holds the model whole")
     for line in (*describe_pretraining(config, plan, corpus, parameter_count(model)), *data.describe_mixture()):
         say(line)
     if config.max_bytes is not None:
@@ -162,6 +176,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
 
     with world, open_run(config, say, plan.device, spent) as run:
         weights = whole_model(model, tokenizer, averaged=ema is not None)
+        if in_parts:
+            weights.stored = StoredTensors(partial(initial_tensor, outlined(plan.model), config.seed, plan.spread), {})
         trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
                           ema=ema,
                           saves=SavePlan(every, data.order.steps, paced=config.save_steps is None), vocab=plan.model.vocab, world=world)
@@ -224,8 +240,8 @@ def preflight_pretrain(trainer: Trainer, data: CorpusData, spread: InitialSpread
     with uncompiled():
         return [check_detectors(), *preflight_loss(trainer.model, trainer.objective, sample_rows(batch), trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
-                *([] if trainer.done else [check_initial_weights(dict(trainer.model.named_parameters()), trainer.model.config.depth,
-                                                                 spread.wide, divided=spread.divided)]),
+                *([] if trainer.done else [check_initial_weights(trainer.parameters(), trainer.model.config.depth, spread.wide,
+                                                                 divided=spread.divided)]),
                 *data.audit(), *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
@@ -282,14 +298,14 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
     named = list(model.named_parameters())
     decay = config.matrices().weight_decay
     if config.optimizer == "adamw":
-        return adamw(named, plan.lr, weight_decay=decay, moments=moments_wait(config))
+        return adamw(named, plan.lr, weight_decay=decay, moments=moments_wait(config, in_parts=shards_parameters(config)))
     slices: dict[str, tuple[int, ...]] = {}
     for layer in range(plan.model.depth):  # q, k, v and gate, up are matrices of their own, stored as rows of one
         slices[f"blocks.{layer}.attn.qkv.weight"] = qkv_rows(plan.model)
         if plan.model.gated:
             slices[f"blocks.{layer}.mlp.up.weight"] = (plan.model.hidden, plan.model.hidden)
     return muon(named, lr_matrix=plan.lr, lr_embed=config.embedding_learning_rate, lr_scalar=config.embedding_learning_rate, slices=slices,
-                weight_decay=decay, moments=moments_wait(config))
+                weight_decay=decay, moments=moments_wait(config, in_parts=shards_parameters(config)))
 
 
 def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:

@@ -23,6 +23,7 @@ from assay.errors import DataError, UsageError
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.starting_model import StartingModel
+from assay.reward.worker_pool import AskedPrompt
 from assay.seeds import derive
 from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted
@@ -30,12 +31,13 @@ from assay.verdict import Verdict, proven, refuted
 
 @dataclass(frozen=True)
 class Prompt:
-    """`row` is the line of data that it was made from, for its rewards."""
+    """`row` is the line of data that it was made from, for its rewards; `asked` what it says before any template."""
 
     id: str
     ids: tuple[int, ...]
     text: str
     row: Mapping[str, Any]
+    asked: AskedPrompt | None = None
 
     @property
     def content(self) -> str:
@@ -54,7 +56,8 @@ def read_prompts(file: str, tokenizer: Tokenizer, gsm8k: Any = "plain", limit: i
             ids = begin + ids
         if not ids:
             raise DataError(f"{said.where}: the prompt has no tokens; there is nothing to complete")
-        prompts.append(Prompt(said.id, tuple(ids), text, row.values))
+        plain = None if said.plain is None else said.plain[0]
+        prompts.append(Prompt(said.id, tuple(ids), text, row.values, AskedPrompt(said.where, tuple(asked(said)), said.tools, plain)))
     return prompts
 
 

@@ -48,13 +48,14 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
     objective = reward_objective(settings)
     if world.rank > 0:
         return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
-    data, began = load_reward_pairs(config, start, settings), start.model.head_weight()[settings.token].detach().clone()
+    data = load_reward_pairs(config, start, settings)
     plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
     for line in describe_reward_model(start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
                           order=data.order, saves=plan.saves, steps_before=start.steps_before, world=world)
+        began = start.model.head_weight()[settings.token].detach().clone()
         evaluator = HeldOutEvaluator(run, partial(data.evaluated, rows=plan.micro, count=config.eval_examples), device=device,
                                      repeats_from=data.repeats_from, scale=1.0)
         early = EarlyStopping(run, evaluator.history, plan.rule, plan.every)

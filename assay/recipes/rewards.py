@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.errors import GuardStop, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.generate.generation_request import Completion, Sampling
 from assay.guard.judge_checks import (
     check_groups_judged,
@@ -26,6 +26,7 @@ from assay.guard.judge_checks import (
     check_position_bias,
 )
 from assay.guard.reward_checks import check_reward_errors, check_reward_repeat, completion_style, preflight_rewards
+from assay.guard.reward_model_checks import check_reward_words
 from assay.guard.rollout_checks import check_rewards_again
 from assay.learn.advantage import RewardValue as Value
 from assay.learn.advantage import overlong_penalty
@@ -37,9 +38,9 @@ from assay.reward.answer import AnswerForm, gold_answer, reading_disagreements, 
 from assay.reward.endpoint import Cost, connected, endpoint_from_environment
 from assay.reward.known_readings import check_readings
 from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
-from assay.reward.model_reward import reward_artifact
+from assay.reward.model_reward import STAND_IN, read_by_reward_model, reward_artifact
 from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
-from assay.reward.worker_pool import ErrorLimit, RewardItem, RewardWorkers, ScoredItem
+from assay.reward.worker_pool import AskedPrompt, ErrorLimit, RewardItem, RewardWorkers, ScoredItem
 from assay.seeds import derive
 from assay.statistics.estimate import Estimate, mean
 from assay.store.ledger import Event
@@ -133,6 +134,8 @@ class Rewards:
             repeat = check_reward_repeat(self._asked_twice(every, tokenizer))
             self.noise = float(repeat.evidence.get("noise", 0.0))
             verdicts += [repeat, check_readings()]
+        learned = {spec.options["path"]: None for spec in (*self.rules, self.metric) if spec.learned}
+        verdicts += [check_reward_readings(path, tokenizer, every) for path in learned if any(prompt.asked for prompt in every)]
         if self.judge is not None:
             verdicts += [check_judge_parser(), check_judge_places(self.judge.judge),
                          check_judge_order(self.judge.ask, rows, texts, completion_style(self.rules, rows))]
@@ -153,7 +156,7 @@ class Rewards:
     def _asked_twice(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[ScoredItem, ScoredItem]]:
         """The prompts themselves as completions, which any reward can score, in two calls and in two orders."""
         some = prompts[:: max(1, -(-len(prompts) // ASKED_TWICE))]
-        items = [RewardItem(prompt.text, prompt.text, {**prompt.row, "completion_tokens": len(tokenizer.encode(prompt.text))})
+        items = [RewardItem(prompt.text, prompt.text, {**prompt.row, "completion_tokens": len(tokenizer.encode(prompt.text))}, prompt.asked)
                  for prompt in some]
         return list(zip(self.workers.score(items), reversed(self.workers.score(items[::-1])), strict=True))
 
@@ -225,6 +228,25 @@ def proven_reward_model(path: str) -> str:
     return artifact.digest
 
 
+def check_reward_readings(path: str, policy: Tokenizer, prompts: Sequence[Prompt]) -> Verdict:
+    """Every prompt is written for the reward model once, by its own template, so that none is refused on the way."""
+    tokenizer = reward_artifact(path).tokenizer
+    assert tokenizer is not None
+    asked = [(prompt, prompt.asked) for prompt in prompts if prompt.asked is not None]
+    try:
+        read = read_by_reward_model(path, [(said, STAND_IN) for _, said in asked])
+    except DataError as error:
+        raise UsageError(f"--reward model:{path}: its template does not write the prompts: {error}; remove such rows, or train a reward "
+                         "model whose template does") from None
+    return check_reward_words(path, tokenizer, policy, [(prompt.ids, tuple(example.tokens[: example.prompt].tolist()), told(said))
+                                                        for (prompt, said), example in zip(asked, read, strict=True)])
+
+
+def told(asked: AskedPrompt) -> str:
+    """All that a prompt's row says, whoever writes it."""
+    return "\n".join([asked.plain or "", *(str(message) for message in asked.messages), str(asked.tools or "")])
+
+
 def chosen_metric(config: Grpo) -> RewardSpec:
     """The reward that says what is wanted: as named, or the heaviest rule of what is rewarded."""
     if config.metric is not None:
@@ -265,7 +287,7 @@ def penalise_overlong(groups: Sequence[Group], *, cap: int, overlong: int) -> li
 
 def item(prompt: Prompt, completion: Completion) -> RewardItem:
     assert completion.text is not None, "the sampler has a tokenizer"
-    return RewardItem(prompt.text, completion.text, {**prompt.row, "completion_tokens": len(completion.ids)})
+    return RewardItem(prompt.text, completion.text, {**prompt.row, "completion_tokens": len(completion.ids)}, prompt.asked)
 
 
 def _penalised(scored: ScoredItem, length: int, cap: int, overlong: int) -> ScoredItem:

@@ -15,7 +15,7 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.data.data_ledger import ids_digest
 from assay.errors import GuardStop
-from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_draws
+from assay.evaluation.soundness import DrawnTokens, judge_draws, rescored_together
 from assay.generate.engine import Engine, fitting_slots
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.sampler_weights import fingerprint
@@ -186,6 +186,8 @@ class Collector(Protocol):
 
     def sampled_logprobs(self, rollout: Any) -> Tensor: ...
 
+    def trainer_logprobs(self, batch: Batch) -> Tensor: ...
+
     def advantage_of_rows(self, rollout: Any) -> Tensor: ...
 
     def versions(self, rollout: Any) -> list[tuple[str, int]]: ...
@@ -249,7 +251,7 @@ class RolloutCollector:
         advantages = self._advantages(groups)
         counted_N = counted_completions(groups, advantages, mask_truncated=self.config.mask_truncated_completions,
                                         cap=self.config.max_completion_length)
-        rows = self.sampler.corrected(self._rows(groups, advantages, counted_N, reference), self._trainer_logprobs)
+        rows = self.sampler.corrected(self._rows(groups, advantages, counted_N, reference), self.trainer_logprobs)
         return Rollout(step, updates, groups, everything, advantages, counted_N, rows, self.layout.packed(rows).batch, drawn_at,
                        weighed=self.sampler.importance is not None)
 
@@ -340,7 +342,7 @@ class RolloutCollector:
 
     def _check_fresh(self, rollout: Rollout, floor: LogprobFloor) -> list[Verdict]:
         part, chosen = self._compared(rollout.drawn, rollout.rows)
-        trainer = self._trainer_logprobs(part)
+        trainer = self.trainer_logprobs(part)
         return self._check_draws(rollout.everything, chosen, of_completions(trainer, part, [prompt.ids for prompt, _ in chosen]),
                                  self.model, floor)
 
@@ -387,9 +389,9 @@ class RolloutCollector:
         asked = [prompt.ids for prompt, _ in chosen], [completion.ids for completion in said], self.asked.temperature
         identity = check_identity([completion.logprobs for completion in said], trainer, self.floors.over(floor),
                                   lambda: naive_logprobs(model, *asked), anew=lambda: self.floors.measure(model, *asked))
-        with uncompiled():  # one by one, every length would be compiled anew
-            for prompt, completion in drawn[:: max(1, -(-len(drawn) // RESCORED_A_ROLLOUT))]:
-                self.draws += rescored_draws(model, prompt.ids, completion.ids, self.sampling)
+        with uncompiled():  # every length would be compiled anew
+            again = drawn[:: max(1, -(-len(drawn) // RESCORED_A_ROLLOUT))]
+            self.draws += rescored_together(model, [(prompt.ids, completion.ids) for prompt, completion in again], self.sampling)
         return [identity, judge_draws(self.draws, self.sampling, self.looks), self.siblings.check()]
 
     def _ask_twice(self, rollout: Rollout, floor: LogprobFloor, reference: Reference | None) -> list[Verdict]:
@@ -404,7 +406,7 @@ class RolloutCollector:
             verdicts.append(check_reference_again(first, second, floor))
         return verdicts
 
-    def _trainer_logprobs(self, batch: Batch) -> Tensor:
+    def trainer_logprobs(self, batch: Batch) -> Tensor:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def _compared(self, drawn: Drawn, batch: Batch) -> tuple[Batch, Drawn]:

@@ -122,7 +122,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
     def _corrected(self, rollout: Any) -> Any:
         """What was sampled by the weights before, weighed as the present ones would sample it."""
         collector, rows = self.collector, rollout.rows
-        now_BT = batch_logprobs(self.model, rows, collector.asked.temperature, collector.layout, entropy=collector.asked.wants_entropy)
+        now_BT = collector.trainer_logprobs(rows)
         then_BT = collector.sampled_logprobs(rollout)
         weight_BT = truncated_weights(now_BT, then_BT, rows.weight != 0, self.config.importance_sampling_cap)
         rows = importance_weighted(rows, now_BT, weight_BT)
@@ -144,12 +144,12 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         return [*of_draws, *verdicts]
 
     def _now(self, rollout: Any) -> dict[int, Sequence[float]]:
-        """Of the counting tokens of some rows, spread over the rollout, what the policy gives them, row by row."""
+        """Of the counting tokens of some rows, spread over the rollout, what the policy gives them, neither packed nor compiled."""
         rows, asked = rollout.rows, self.collector.asked
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = type(rows)(**{name: stream[chosen] for name, stream in rows.streams().items()})
         with uncompiled():
-            found = batch_logprobs(self.model, part, asked.temperature, Layout(1), entropy=asked.wants_entropy)
+            found = batch_logprobs(self.model, part, asked.temperature, Layout(COMPARED), entropy=asked.wants_entropy)
         return {row: found[place][rows.weight[row] != 0].tolist() for place, row in enumerate(chosen)}
 
     def measure(self, rollout: Any) -> dict[str, float]:

@@ -18,7 +18,7 @@ from assay.learn.optim import load_state_tensors
 from assay.learn.sharded import StoredTensors
 from assay.learn.streamed import LazyTensors, Streaming
 from assay.model.families import hf_layout, one_from_foreign, scaled_context, to_foreign
-from assay.model.lora import LoraLinear, LoraSite, attach, fresh, plan
+from assay.model.lora import LoraLinear, LoraSite, attach, fresh, live_factors, plan
 from assay.model.patch import Patch
 from assay.model.placement import frozen_tensors, place_for_inference, place_for_training, require_device
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
@@ -27,16 +27,18 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
 from assay.model.world import World
 from assay.recipes.compute_dtype import asked_compute, asked_masters, refuse_bf16_masters, refuse_fp16
-from assay.recipes.memory_plan import MemoryPlan, may_open_in_parts, refuse_unfit
+from assay.recipes.memory_plan import MemoryPlan, may_open_in_parts, refuse_unfit, sampled_whole
 from assay.recipes.options import Trained
 from assay.recipes.processes import holds_outline, shards_parameters
 from assay.store import checkpoint
 from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
+from assay.store.compressed_tensors import is_compressed
 from assay.store.export_artifact import majority_dtype
 from assay.store.peft import write_adapter
 from assay.store.remote import local_path
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
+from assay.strict_json import read_json
 from assay.verdict import Outcome, overall, without_optional
 
 MERGED_UNASKED = 4 * 10**9  # bytes of a base
@@ -87,6 +89,10 @@ class WholeModel:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
 
+    def stored_in(self, found: Checkpoint, moments: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> StoredTensors:
+        """A checkpoint's tensors for a model in parts, which has no memory to restore them in."""
+        return stored_tensors(open_artifact(found.folder, to=Destination("meta")), None, moments, average)
+
 
 class AdapterModel:
     """Low-rank layers are trained, everything else is the base's. `base` says where that lies and what its weights are; `words` say
@@ -124,6 +130,10 @@ class AdapterModel:
         patch = open_artifact(found.folder, base=self.base.path, to=beside_held(self.model, self.base)).patch
         assert patch is not None, "a run that trains an adapter saves adapters"
         self.load(patch)
+
+    def stored_in(self, found: Checkpoint, moments: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> StoredTensors:
+        opened = open_artifact(found.folder, base=self.base.path, to=Destination("meta"))
+        return stored_tensors(opened, opened.patch, moments, average)
 
     @torch.no_grad()
     def load(self, patch: Patch) -> None:
@@ -165,6 +175,7 @@ class StartingModel:
     tokenizer: Tokenizer
     carried: dict[str, Tensor]  # the parent's moments, where they are carried on
     steps_before: int  # that those moments have seen
+    device: str  # where it computes
     memory: MemoryPlan | None = None  # what was planned, where a GPU bounds it
 
 
@@ -172,7 +183,9 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
     memory = refuse_unfit(config, device)
     refuse_base_dtype(config)
     in_parts = opens_in_parts(config)
-    parent = prepared(config, given(config, Destination("meta") if in_parts else _destination(config, device)), say, device, world)
+    if shards_parameters(config):
+        say(_opening_in_words(config, in_parts=in_parts))
+    parent = prepared(config, given(config, _destination(config, device)), say, device, world)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
@@ -180,8 +193,9 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
     weights = trainable(config, parent, tokenizer)
     carried, steps = carried_state(config)
     if in_parts and not holds_outline(config):
-        weights.stored = stored_tensors(parent, carried)
-        weights.ancestry = replace(weights.ancestry, largest=largest_weight(parent, weights.stored))
+        weights.stored = stored_tensors(parent, None if isinstance(weights, WholeModel) else weights.patch(), carried)
+        if isinstance(weights, WholeModel):
+            weights.ancestry = replace(weights.ancestry, largest=largest_weight(parent, weights.stored))
     weights.words += _held_in_words(parent.base or parent)
     # Hooks of FSDP that come after a compilation are not seen by it.
     refuse_fp16(config, weights.model.config)
@@ -189,20 +203,46 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
     place_for_training(weights.model, device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
                        compile=False if config.fsdp else None, masters=asked_masters(config))
     weights.model.train()
-    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, memory)
+    return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, device, memory)
 
 
 def opens_in_parts(config: Trained) -> bool:
-    """With --fsdp and several processes, where all of a folder's tensors are trained as they are: no process need hold them whole."""
-    if not (shards_parameters(config) and may_open_in_parts(config)):
-        return False
+    """With --fsdp and several processes: no process need hold the model whole, where a folder's tensors can be read one at a time."""
+    return shards_parameters(config) and may_open_in_parts(config) and (_makes_base(config) or _read_whole(config) is None)
+
+
+def _makes_base(config: Trained) -> bool:
+    """RUN/base: what is trained, or adapted, is another folder than the one that was named."""
+    gguf = str(config.from_ or config.model).endswith(".gguf")
+    return bool(config.new_tokens) or config.rope_scaling is not None or (bool(config.lora_r) and gguf)
+
+
+def _read_whole(config: Trained) -> str | None:
+    """Why what was named is not read tensor by tensor, where it is not."""
     place = locate_artifact(str(config.from_ or config.model))
-    return place.format.read is None and not place.adapter
+    if place.format.read is not None:
+        return f"a {place.kind} file is read as one; write it as a folder with assay export --to hf"
+    compressed = not place.adapter and is_compressed(read_json(place.path / "config.json"))
+    return "its matrices are codes, which are made numbers together" if compressed else None
 
 
-def stored_tensors(parent: Artifact, moments: Mapping[str, Tensor]) -> StoredTensors:
-    """A model's tensors as its files hold them, each made ours when it is asked for."""
-    return StoredTensors(one_from_foreign(parent.config, hf_layout(parent.config), parent.raw.tensors, str(parent.path)), moments)
+def _opening_in_words(config: Trained, *, in_parts: bool) -> str:
+    if in_parts and _makes_base(config):
+        return "RUN/base is written by process 0, and opened in parts from there: nobody holds the model whole after that"
+    if in_parts:
+        return "opened in parts: process 0 reads a tensor at a time, and nobody holds the model whole"
+    return f"process 0 opens the model whole before it is cut: {sampled_whole(config) or _read_whole(config)}"
+
+
+def stored_tensors(parent: Artifact, patch: Patch | None, moments: Mapping[str, Tensor],
+                   average: Mapping[str, Tensor] | None = None) -> StoredTensors:
+    """A model's tensors as its files hold them, each made ours when it is asked for; with a live `patch` its factors, which are small,
+    and those of its base."""
+    base = parent.base or parent
+    factors = {} if patch is None else live_factors(base.config, patch)
+    read = base.tensors.__getitem__ if base.raw.whole is not None else one_from_foreign(
+        base.config, hf_layout(base.config), base.raw.tensors, str(base.path))
+    return StoredTensors(lambda name: factors[name] if name in factors else read(name.replace(".base.", ".")), moments, average)
 
 
 def largest_weight(parent: Artifact, stored: StoredTensors) -> float:
@@ -218,10 +258,10 @@ def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapp
 
 def _destination(config: Trained, device: str) -> Destination | None:
     """An adapter's base goes to a GPU as it is opened, tensor by tensor, and stays what it is. What has to be changed first, or is
-    trained whole, is opened where it lies."""
+    trained whole, is opened where it lies; what is sent to all in parts has no memory here."""
     named = config.from_ or config.model
     changed = bool(config.new_tokens) or str(named).endswith(".gguf")
-    if holds_outline(config):
+    if holds_outline(config) or (opens_in_parts(config) and not _makes_base(config)):
         return Destination("meta")
     adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
     if not adapter or changed:
@@ -254,7 +294,8 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
     parent, to = start.parent, None if start.weights.stored is None else Destination("meta")
-    if isinstance(start.weights, AdapterModel) and start.weights.model is start.model:  # in parts, it shares nothing
+    live = start.weights.model is start.model and start.weights.stored is None  # in parts, it shares nothing
+    if isinstance(start.weights, AdapterModel) and live:
         to = beside_held(start.model, start.weights.base)
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
     if found.digest != parent.digest:
@@ -266,7 +307,7 @@ def streamed_parent(start: StartingModel, reopened: Artifact, device: str, compu
     """The parent as it lies on the disk, to compute with; of a model that nobody holds whole, read matrix by matrix at every pass."""
     parent = place_for_inference(build_model(reopened, None), device, compute=compute)
     if start.weights.stored is not None:
-        Streaming(parent, device, stored_tensors(reopened, {}).weight)
+        Streaming(parent, device, stored_tensors(reopened, reopened.patch, {}).weight)
     return parent
 
 
@@ -330,7 +371,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
 
     made_by_first(world, base, make)
     to = straight_to(device) if config.base_dtype is None else Destination(device)
-    if holds_outline(config):
+    if holds_outline(config) or opens_in_parts(config):
         return open_artifact(base, to=Destination("meta"))
     return open_artifact(base, to=to if config.lora_r else None, held=config.base_dtype)
 

@@ -17,7 +17,7 @@ from assay.data.data_files import DocumentRule, TextSource, iter_documents
 from assay.data.layouts import Conversation, read_conversations
 from assay.data.packing import hold_out, packed_rows
 from assay.data.preferences import PreferencePair, by_prompt, read_preferences, render_pairs
-from assay.editing.steering import SteeringVector, contrast_vector, read_steering, steered, write_steering
+from assay.editing.steering import RECORD_FILE, SteeringVector, contrast_vector, read_steering, steered, write_steering
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import score_examples
 from assay.model.placement import default_device, require_device, uncompiled
@@ -51,7 +51,7 @@ def steer(config: Steer, say: Callable[[str], None] = print_line) -> RunOutcome:
         verdicts = [check_effect_of_steering(model, steering, config, judged), check_cost(model, steering, config, source),
                     check_passed(before, model_fingerprint(model))]
     say(f"{config.out}: a vector of length {float(steering.vector.norm()):.3g} after layer {layer}, of {len(made_of)} pairs")
-    durable.replace_file(Path(config.out) / "steering.json", json.dumps(
+    durable.replace_file(Path(config.out) / RECORD_FILE, json.dumps(
         {"model": str(source.path), "weights": source.digest, "options": asdict(config), "layer": layer,
          "verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1, default=str).encode())
     return RunOutcome(Path(config.out), verdicts)

@@ -71,11 +71,10 @@ from assay.recipes.processes import (
 )
 from assay.recipes.run import Run, plain
 from assay.recipes.save_pace import SavePace
-from assay.recipes.starting_model import AdapterModel, TrainedWeights, stored_tensors, under_foreign_names, writes_merged
+from assay.recipes.starting_model import AdapterModel, TrainedWeights, under_foreign_names, writes_merged
 from assay.recipes.step_replay import StepReplay
 from assay.recipes.witness_records import WitnessRecords
 from assay.store import durable
-from assay.store.artifact import Destination, open_artifact
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
 from assay.store.digests import environment
 from assay.store.ledger import Event
@@ -145,7 +144,7 @@ class Trainer:
         moments, average = split_ema_state(found.optimizer() or {})
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)  # of one in parts: checked, and counters alone
         if self.sharded is not None and self.sharded.never_whole:
-            self.sharded.open_in_parts(stored_tensors(open_artifact(found.folder, to=Destination("meta")), moments))
+            self.sharded.open_in_parts(self.weights.stored_in(found, moments, average))
         else:
             self.weights.restore(found)
         if isinstance(self.ema, Ema):
@@ -167,8 +166,14 @@ class Trainer:
         """What a checkpoint's weight and optimizer files hold, before the first step of this sitting."""
         if self.sharded is None or not self.sharded.never_whole:
             return self.weights.weights(), self._state()
-        ours, moments = self.sharded.live()
-        return under_foreign_names(self.model.config, ours), moments
+        ours, state = self.sharded.live()
+        adapter = isinstance(self.weights, AdapterModel)  # whose factors are here
+        return self.weights.weights() if adapter else under_foreign_names(self.model.config, ours), state
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The model's, before the first step of this sitting; where nobody holds it whole, each is gathered when it is asked for."""
+        in_parts = self.sharded is not None and self.sharded.never_whole
+        return self.sharded.live()[0] if self.sharded is not None and in_parts else dict(self.model.named_parameters())
 
     def first_micro_batch(self, batch: Batch) -> Batch:
         return next(batch.split(self.micro)).to(self.device)

@@ -30,12 +30,24 @@ ERRORS_SHOWN = 3
 
 
 @dataclass(frozen=True)
+class AskedPrompt:
+    """What is asked, before any template: messages, and plain text where the row has that."""
+
+    where: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    plain: str | None = None
+
+
+@dataclass(frozen=True)
 class RewardItem:
-    """What is to be scored. `row` is the line of data that the prompt was made from, plain JSON."""
+    """What is to be scored. `row` is the line of data that the prompt was made from, plain JSON. A reward model reads `asked` by its own
+    template, and `prompt`, which is the policy's, where that is not known."""
 
     prompt: str
     completion: str
     row: Mapping[str, Any]
+    asked: AskedPrompt | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ class RewardWorkers:
             raise UsageError(f"reward workers: expected at least one and more than 0 s an item, found {count} and {seconds} s")
         self.rewards = tuple(rewards)
         self.weights = {reward.name: reward.weight for reward in rewards}
+        self.learned = tuple(reward.options["path"] for reward in rewards if reward.learned)
         command = {"rewards": [reward.to_json() for reward in rewards], "seconds": seconds, "path": sys.path}
         self._workers = [_Worker(json.dumps(command), seconds) for _ in range(count)]
 
@@ -66,8 +79,19 @@ class RewardWorkers:
 
     def score(self, items: Sequence[RewardItem]) -> list[ScoredItem]:
         """One Scored for each item, in their order, whatever the order in which the workers finish."""
-        requests = [_request(number, item) for number, item in enumerate(items)]
+        read = self._readings(items)
+        requests = [_request(number, item, **read.get(number, {})) for number, item in enumerate(items)]
         return [scored_item(answer, self.weights) for answer in self._answers(requests)]
+
+    def _readings(self, items: Sequence[RewardItem]) -> dict[int, dict[str, Any]]:
+        """Of items whose prompt is known before any template, what each reward model reads."""
+        known = [(number, (item.asked, item.completion)) for number, item in enumerate(items) if item.asked is not None]
+        if not known or not self.learned:
+            return {}
+        from assay.reward.model_reward import reading_ids  # which needs torch
+
+        of_each = {path: reading_ids(path, [said for _, said in known]) for path in self.learned}
+        return {number: {"readings": {path: read[place] for path, read in of_each.items()}} for place, (number, _) in enumerate(known)}
 
     def drill(self) -> dict[str, ScoredItem]:
         """What comes back for rewards that are known to fail: every one must be an error."""

@@ -38,7 +38,7 @@ def _answered(functions: Mapping[str, Callable[..., Any]], request: Mapping[str,
     values, errors = {}, {}
     for name, function in functions.items():
         try:
-            values[name] = number(function(request["prompt"], request["completion"], request["row"]))
+            values[name] = number(function(request))
         except (Exception, SystemExit) as error:  # whatever a user's function raises becomes an error row that names it
             errors[name] = f"{type(error).__name__}: {error}"
     return {"id": request["id"], "values": values, "errors": errors}
@@ -69,12 +69,26 @@ def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callabl
     functions = {}
     for reward in (RewardSpec(**each) for each in rewards):
         try:
-            functions[reward.name] = _loaded(reward)
+            functions[reward.name] = _given_a_request(reward, _loaded(reward))
         except Exception as error:  # a user's file may fail in any way while it is imported
             write_answer(answers, {"refused": f"reward {reward.name}: {type(error).__name__}: {error}"})
             sys.exit(1)
     write_answer(answers, {"ready": list(functions)})
     return functions
+
+
+def _given_a_request(reward: Any, function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """A reward model is given the ids that its own template and tokenizer make of the text, where those are known."""
+    def asked(request: Mapping[str, Any]) -> Any:
+        reading = request.get("readings", {}).get(reward.options.get("path")) if reward.learned else None
+        if reading is None:
+            return function(request["prompt"], request["completion"], request["row"])
+        if isinstance(reading, str):
+            raise ValueError(reading)
+        from assay.reward.model_reward import ids_reward
+
+        return ids_reward(reward.options["path"], reading, reward.options.get("device", "cpu"))
+    return asked
 
 
 def _loaded(reward: Any) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 
 from assay.errors import AssayError, UsageError
 from assay.generate.generation_request import CompletionProgress, GenerationRequest, Sampling
+from assay.recipes.options import Trained
 from assay.serving.hosted_model import HostedModel, RankedTokens, host_model, open_for_serving, rank_tokens
 from assay.serving.request_fields import RequestRefused, short_json
 from assay.store.artifact import Artifact
@@ -78,9 +79,11 @@ class EngineThread:
 
     # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, name: str, path: str | Path, *, base: str | Path | None = None, learns: bool = False) -> HostedModel:
-        """The model that the server starts with: anything that Assay can open. `learns`: its weights are kept in fp32, to be trained."""
-        return self._join(name, path, base, hallmark=False, learns=learns)
+    def open(self, name: str, path: str | Path, *, base: str | Path | None = None, learns: bool = False,
+             lora: Trained | None = None) -> HostedModel:
+        """The model that the server starts with: anything that Assay can open. `learns`: what is trained of it is kept in fp32; that is
+        all of it, or what the options in `lora` say, and of an adapter the adapter."""
+        return self._join(name, path, base, hallmark=False, learns=(lora or Trained(out="", model=str(path))) if learns else None)
 
     def open_adapter(self, name: str, path: str | Path) -> HostedModel:
         """A proven adapter on the weights that the server started with. It waits for the thread: not for an event loop."""
@@ -122,7 +125,7 @@ class EngineThread:
         return {"slots": self.size.slots, "length": length, "device": self.size.device, "dtype": self.size.dtype}
 
     def _join(self, name: str, path: str | Path, base: str | Path | None, *, hallmark: bool,
-              learns: bool = False) -> HostedModel:
+              learns: Trained | None = None) -> HostedModel:
         if not MODEL_NAME.fullmatch(name):
             raise RequestRefused(f"{short_json(name)} is no name for a model; expected letters, digits and . : / @ + - _", param="name")
         if len(self.models) >= MOST_MODELS:

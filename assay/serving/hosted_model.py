@@ -23,6 +23,8 @@ from assay.model.placement import place_for_inference, place_for_training, uncom
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs, share_of_change
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
+from assay.recipes.options import Trained
+from assay.recipes.starting_model import TrainedWeights, trainable
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
@@ -48,6 +50,7 @@ class HostedModel:
     prompt_tokens: int = 0  # of completions that ended
     completion_tokens: int = 0
     broken: str | None = None  # why it serves no more
+    trained: TrainedWeights | None = None  # of a policy that learns: the whole model, or an adapter on its base
 
     @property
     def digest(self) -> str:
@@ -97,13 +100,12 @@ def has_hallmark(artifact: Artifact) -> bool:
 
 
 def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device: str, dtype: torch.dtype,
-               learns: bool = False, version: str | None = None) -> HostedModel:
-    """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded. `version`: what
-    its replies call the weights, if not by their digest."""
-    if learns and artifact.patch is not None:
-        raise UsageError(f"{artifact.path}: an adapter, and only whole models are trained while they are served; merge it first")
-    if learns:
-        model = place_for_training(build_model(artifact), device, compute=dtype, compile=False)
+               learns: Trained | None = None, version: str | None = None) -> HostedModel:
+    """A model that is ready for requests; ArtifactError where its engine does not answer as the checkpoint recorded. `learns`: what of
+    it is trained, by the options of a recipe. `version`: what its replies call the weights, if not by their digest."""
+    trained = None if learns is None else _learning_weights(learns, artifact)
+    if trained is not None:
+        model = place_for_training(trained.model, device, compute=dtype, compile=False)
     else:
         model = place_for_inference(build_model(artifact, None), device, compute=dtype)
     engine = Engine(model, slots=slots, length=length, stop_ids=artifact.stops.stop_ids, version=version or artifact.digest,
@@ -112,7 +114,16 @@ def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device
     if overall(verdicts) is Outcome.REFUTED:
         wrong = "; ".join(verdict.reason for verdict in verdicts if verdict.outcome is Outcome.REFUTED)
         raise ArtifactError(f"{artifact.path}: not served as {name!r}: {wrong}")
-    return HostedModel(name, artifact, engine, verdicts)
+    return HostedModel(name, artifact, engine, verdicts, trained=trained)
+
+
+def _learning_weights(config: Trained, artifact: Artifact) -> TrainedWeights:
+    """As a recipe that begins with this artifact: every weight, a fresh adapter on it, or the adapter that it is."""
+    assert artifact.tokenizer is not None, "opened() refuses a model without one"
+    if config.lora_r and artifact.raw.place.kind == "gguf":
+        raise UsageError(f"{artifact.path}: a GGUF file, and an adapter's base is a folder that other tools open; assay export it --to hf "
+                         "first")
+    return trainable(config, artifact, artifact.tokenizer)
 
 # ---------------------------------------------------------------- checks
 

@@ -7,7 +7,8 @@
 
 Token ids, log-probabilities and versions are the server's own record: a client names trajectories and never sends tokens. A turn goes on
 from the very ids of the one before; where a client or a template writes the history anew, a new sequence begins, in which only what is
-sampled there is learned from. What was not said by the weights as they are now is refused.
+sampled there is learned from. What was not said by the weights as they are now is refused. Of a policy that is an adapter on its base
+(`--lora-r`, or a served adapter) the base stays as it is, which is looked at after every update.
 """
 
 import math
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from assay.agents.episodes import SampledTurn
 from assay.agents.tool_calls import ToolCall
@@ -27,8 +29,16 @@ from assay.agents.transcript import ChatWriter, Transcript
 from assay.data.batch import Batch
 from assay.errors import DataError, GuardStop
 from assay.generate.generation_request import Completion
-from assay.generate.sampler_weights import fingerprint
-from assay.guard.policy_identity import LogprobFloor, check_floor, check_identity, check_version, measure_logprob_floor, version_name
+from assay.generate.sampler_weights import fingerprint, tensor_checksums
+from assay.guard.policy_identity import (
+    LogprobFloor,
+    OutgrownFloor,
+    check_floor,
+    check_identity,
+    check_version,
+    measure_logprob_floor,
+    version_name,
+)
 from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_token_law
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
@@ -36,14 +46,16 @@ from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.probe_logits import probe_inputs
 from assay.recipes.episode_batch import episode_batch, episode_rows, of_turns
+from assay.recipes.episode_rollouts import turns_of
 from assay.recipes.rollout_batch import Layout, batch_logprobs
 from assay.recipes.run import append_json_rows
+from assay.recipes.starting_model import AdapterModel
 from assay.serving.hosted_model import HostedModel
 from assay.serving.openai_protocol import ApiRequest, read_message
 from assay.serving.request_fields import RequestRefused
 from assay.store.checkpoint import Checkpoint, write_checkpoint
-from assay.store.saving import Ancestor, Lineage, model_contents
-from assay.verdict import Outcome, Verdict
+from assay.store.saving import adapter_contents, model_contents
+from assay.verdict import Outcome, Verdict, proven
 
 MOST_TRAJECTORIES = 4096  # that are held at a time
 MICRO_ROWS = 8  # of a micro-batch
@@ -84,10 +96,14 @@ class ServedPolicy:
     given: dict[str, list[float]] = field(default_factory=dict)  # by trajectory, what its client paid, beside what is made of it
 
     def __post_init__(self) -> None:
-        self.weights = self.model.engine.weights.source
-        self.optimizer = adamw(self.weights.named_parameters(), self.learning_rate, weight_decay=0.0)
+        assert self.model.trained is not None, "a policy is opened to learn"
+        self.weights, self.trained = self.model.engine.weights.source, self.model.trained
+        learning = [(name, parameter) for name, parameter in self.weights.named_parameters() if parameter.requires_grad]
+        self.optimizer = adamw(learning, self.learning_rate, weight_decay=0.0)
+        self.frozen = tensor_checksums(self._frozen())
         self.asked = Surrogate(measure_entropy=False)
         tokens, _ = probe_inputs(self.weights.config.vocab, self.model.engine.length)
+        self.floors = OutgrownFloor()
         self.floor: LogprobFloor = measure_logprob_floor(self.weights, tokens.tolist(), 1.0)
         verdict = check_floor(self.floor)
         if verdict.outcome is Outcome.REFUTED:
@@ -212,12 +228,25 @@ class ServedPolicy:
     def _check_identity(self, batch: Batch, every: Sequence[Trajectory]) -> Verdict:
         with torch.no_grad():
             scored = batch_logprobs(self.weights, batch, self.asked.temperature, Layout(MICRO_ROWS), entropy=False)
+        rows = episode_rows(every)
         said = [turn.logprobs for each in every for turn in each.turns]
-        return check_identity(said, of_turns(scored, episode_rows(every)), self.floor)
+        return check_identity(said, of_turns(scored, rows), self.floors.over(self.floor),
+                              anew=lambda: self.floors.measure(self.weights, *turns_of(rows), self.asked.temperature))
+
+    def _frozen(self) -> dict[str, Tensor]:
+        return {name: parameter for name, parameter in self.weights.named_parameters() if not parameter.requires_grad}
+
+    def _check_base(self) -> list[Verdict]:
+        """After an update of an adapter: its base has the bits that it was opened with."""
+        now = tensor_checksums(self._frozen())
+        if strayed := [name for name, checksum in self.frozen.items() if now.get(name) != checksum]:
+            self.model.broken = f"the base of {self.model.name!r} changed in an update of its adapter ({strayed[0]}); start again"
+            raise GuardStop(self.model.broken)
+        return [proven("frozen", f"all {len(now)} tensors of the base have their old bits")] if now else []
 
     def _update(self, named: Sequence[str], every: Sequence[Trajectory], batch: Batch, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         (step,) = train(self.weights, self.optimizer, [batch], policy_gradient(self.asked), micro=MICRO_ROWS, start=self.updates)
-        before = self.model.engine.version
+        before, verdicts = self.model.engine.version, [*verdicts, *self._check_base()]
         self.updates += 1
         self.model.engine.load(version_name(self.updates, fingerprint(self.weights)))
         for name in named:
@@ -235,9 +264,12 @@ class ServedPolicy:
 
     def save(self) -> Checkpoint:
         """The policy as it is now, under its number of updates; nobody has proven it yet."""
-        artifact = self.model.artifact
-        lineage = Lineage("moved" if self.updates else "same", Ancestor(artifact.digest, str(artifact.path.resolve())))
-        contents = model_contents(self.weights, artifact.tokenizer, artifact.stops, lineage)
+        artifact, trained = self.model.artifact, self.trained
+        lineage = trained.ancestry.lineage(moved=bool(self.updates), bound=None)
+        if isinstance(trained, AdapterModel):
+            contents = adapter_contents(self.weights, trained.patch(), trained.base, artifact.tokenizer, lineage, rslora=trained.rslora)
+        else:
+            contents = model_contents(self.weights, artifact.tokenizer, artifact.stops, lineage)
         return write_checkpoint(self.folder / "checkpoints" / f"step-{self.updates:06d}", contents)
 
 

@@ -157,6 +157,8 @@ def locate_artifact(path: str | Path) -> ArtifactPlace:
         raise UsageError(f"{path} is a run; name one of its checkpoints: {', '.join(found[-4:]) or 'it has none'}")
     if places := trainer_checkpoints(path):
         raise UsageError(f"{path} is a trainer's output; name one of its checkpoints: {', '.join(place.name for place in places[:4])}")
+    if "steering.safetensors" in names:
+        raise UsageError(f"{path}: a steering vector, which is no model; add it to its own: assay sample MODEL --steer {path}")
     raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
 
 

@@ -1,5 +1,6 @@
 """Tiny runs of KTO, reward models, on-policy distillation and merges, with the checks that real ones have."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,23 @@ from assay.learn.unpaired import KtoSettings
 from assay.model import merging
 from assay.model.merging import Merge
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
+from assay.model.tokenizer import Tokenizer
 from assay.recipes import on_policy
-from assay.recipes.prompts import Prompt
+from assay.recipes.prompts import Prompt, read_prompts
+from assay.recipes.rewards import check_reward_readings
 from assay.recipes.rollouts import Sampler
 from assay.store.artifact import assemble_model, merged_tensors, open_artifact
 from assay.store.checkpoint import write_checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.testing.fault_injection import Plant
-from assay.testing.tiny_models import save_model, tiny_model, tokenizer_and_stops
+from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer, tokenizer_and_stops
 from assay.testing.tiny_preferences import SIDE_TOKENS, asked_reference, parent_model, tiny_pairs, write_rows
 from assay.testing.tiny_training import make_optimizer
 from assay.verdict import Outcome, Verdict
 
+OTHER_TOKENS = {"<|im_start|>": "<<turn>>", "<|im_end|>": "<<stop>>", "<|endoftext|>": "<<end>>"}
+OTHER_TEMPLATE = ("{%- for message in messages -%}<<turn>>{{ message.role }}: {{ message.content }}<<stop>>{%- endfor -%}"
+                  "{%- if add_generation_prompt -%}<<turn>>assistant: {%- endif -%}")
 KTO_STEPS, ROW = 20, 2 * SIDE_TOKENS
 
 
@@ -115,6 +121,23 @@ def move_reward_head(model: Any, row: int) -> None:
     """What training does to it."""
     with torch.no_grad():
         model.head_weight()[row].add_(0.1)
+
+def other_tokenizer(template: str | None = OTHER_TEMPLATE) -> Tokenizer:
+    """Of a reward model that is no relative of the policy: other words, other special tokens, another template."""
+    document = json.dumps(tiny_tokenizer(words=("Ġor", "on")).document)
+    for ours, theirs in OTHER_TOKENS.items():
+        document = document.replace(ours, theirs)
+    return Tokenizer.from_parts(document, template, eos_token=OTHER_TOKENS["<|im_end|>"], pad_token=OTHER_TOKENS["<|endoftext|>"])
+
+
+def a_stranger_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
+    """Its tokenizer and template are not the policy's: what it reads of prompts that are messages."""
+    save_model(folder / "reward", tiny_model("llama"), tokenizer=with_new_tokens(other_tokenizer(), (REWARD_TOKEN,)))
+    rows = [{"prompt": [{"role": "user", "content": f"question {number}"}]} for number in range(4)]
+    policy = tokenizer_and_stops()[0]
+    prompts = read_prompts(str(write_rows(folder / "prompts.jsonl", rows)), policy)
+    with plant(folder):
+        return [check_reward_readings(str(folder / "reward"), policy, prompts)]
 
 # ---------------------------------------------------------------- the student's own words
 

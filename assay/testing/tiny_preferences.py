@@ -23,6 +23,7 @@ from assay.learn import loop, preference
 from assay.learn.policy import token_logprobs
 from assay.learn.preference import PreferenceSettings
 from assay.model.transformer import Transformer
+from assay.recipes.live_reference import LiveReference
 from assay.testing.fault_injection import Job, Plant
 from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
 from assay.testing.tiny_training import check_accepted, make_optimizer
@@ -111,13 +112,23 @@ def a_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
     return [check_loss_moves(losses[1:], settings), check_direction(before, after), check_pair_reference(sample, parent_model(), WEIGHTS)]
 
 
-def preference_steps(policy: Transformer, pairs: Sequence[PreferencePair], stored: StoredReference,
+def a_live_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """Some steps against a reference in memory; then it is asked for its bits, and the parent for what it says."""
+    with plant(folder):
+        pairs, policy = tiny_pairs(folder), parent_model()
+        live = LiveReference(reference_for(policy).requires_grad_(False), WEIGHTS, 2)
+        list(preference_steps(policy, pairs, live, PreferenceSettings()))
+        sample = live.attached(pair_rows([[pair] for pair in pairs[:4]], 2 * SIDE_TOKENS))
+    return [live.check_unmoved(), check_pair_reference(sample, parent_model(), WEIGHTS)]
+
+
+def preference_steps(policy: Transformer, pairs: Sequence[PreferencePair], stored: StoredReference | LiveReference,
                      settings: PreferenceSettings) -> Iterator[loop.Step]:
     order = PackedPairs(pairs, 0, PAIRS_A_STEP, 2 * SIDE_TOKENS, epochs=PREFERENCE_STEPS)
     batches = (answered(stored, order.batch(step), policy) for step in range(PREFERENCE_STEPS))
     yield from loop.train(policy, make_optimizer(policy, 1e-3), batches, preference.preference(settings), micro=2)
 
 
-def answered(stored: StoredReference, batch: Batch, policy: Transformer) -> Batch:
+def answered(stored: StoredReference | LiveReference, batch: Batch, policy: Transformer) -> Batch:
     """The batch with what the reference says of it, whatever the `policy` has become."""
     return stored.attached(batch)

@@ -12,6 +12,7 @@ from assay.config import argument, option
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
+    from assay.editing.steering import AskedSteering
     from assay.generate.engine import Engine
     from assay.generate.generation_request import Completion, GenerationRequest, Sampling
     from assay.store.artifact import Artifact
@@ -43,6 +44,8 @@ class FLAGS:
     top_p: float = option("sample within this probability mass", group="generation", above=0, most=1, default=1.0)
     seed: int = option("seed; the same seed and the same messages give the same answers", group="generation", default=0)
     base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    steer: str | None = option("add a steering vector of this model, made by assay steer; --against answers without it", group="model",
+                               metavar="FILE[:SCALE]", default=None, default_text="none; the scale that it was measured at")
     device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
                                 default_text="a GPU where there is one, else cpu")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
@@ -51,6 +54,7 @@ class FLAGS:
 
 EXAMPLES = """  assay chat smollm2-135m
   assay chat runs/a/model --against smollm2-135m --system 'Answer in one sentence.'
+  assay chat smollm2-135m --against smollm2-135m --steer vectors/polite
   printf 'Why is the sky blue?\\n/probs\\n' | assay chat smollm2-135m --temperature 0"""
 
 
@@ -58,7 +62,7 @@ def run(flags: FLAGS) -> int:
     from assay.generate.generation_request import Sampling
 
     sampling = Sampling(flags.max_new_tokens, flags.temperature, top_p=flags.top_p, seed=flags.seed)
-    speakers = [Speaker(flags.path, flags, base=flags.base)]
+    speakers = [Speaker(flags.path, flags, base=flags.base, steer=flags.steer)]
     if flags.against is not None:
         speakers.append(Speaker(flags.against, flags, base=None))
     talk = Talk(speakers, sampling, flags)
@@ -134,7 +138,8 @@ class Talk:
             raise UsageError("/save: name the file, as in /save talk.jsonl")
         if path.exists():
             raise UsageError(f"/save {name}: it is there already and is not overwritten; name another file")
-        rows = [{"messages": speaker.messages, "model": speaker.path, "digest": speaker.artifact.digest} for speaker in self.speakers]
+        rows = [{"messages": speaker.messages, "model": speaker.path, "digest": speaker.artifact.digest,
+                 **({} if speaker.steering is None else {"steering": speaker.steering.facts()})} for speaker in self.speakers]
         durable.replace_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         print(f"saved {name}: {len(self.speakers[0].messages)} messages")
 
@@ -147,6 +152,9 @@ class Talk:
         if not locate_artifact(adapter).adapter:
             raise UsageError(f"/load {adapter}: a whole model, not an adapter; start assay chat with it")
         talked, first = self.speakers[0], self.speakers[0].origin
+        if talked.steering is not None:
+            raise UsageError(f"/load {adapter}: the model is steered by a vector of its own weights, which means nothing to an adapter's; "
+                             "start again without --steer")
         loaded = Speaker(adapter, self.flags, base=first)
         loaded.said, loaded.origin = talked.said, first
         self.speakers[0] = loaded
@@ -167,7 +175,8 @@ class Talk:
 class Speaker:
     """A model in a conversation. `said` are the messages so far without the system prompt, `last` is its newest completion."""
 
-    def __init__(self, path: str, flags: FLAGS, *, base: str | None):
+    def __init__(self, path: str, flags: FLAGS, *, base: str | None, steer: str | None = None):
+        from assay.editing.steering import asked_steering
         from assay.model.placement import default_device
         from assay.store.artifact import open_artifact, straight_to
 
@@ -177,7 +186,10 @@ class Speaker:
         if self.artifact.tokenizer is None:
             raise UsageError(f"{path}: there is no tokenizer here, so text means nothing to it; add tokenizer.json")
         self.tokenizer = self.artifact.tokenizer
-        for note in self.artifact.notes:
+        self.steering = None if steer is None else asked_steering(steer)
+        if self.steering is not None:
+            self.name += f" + {Path(self.steering.path).name}"
+        for note in (*self.artifact.notes, *(() if self.steering is None else self.steering.notes)):
             print(f"note: {note}", file=sys.stderr)
         if self.tokenizer.template is None and flags.system is not None:
             raise UsageError(f"{path}: it has no chat template, so there is no place for a system prompt; leave --system out")
@@ -185,7 +197,7 @@ class Speaker:
         self.said: list[dict[str, str]] = []
         self.asked: tuple[int, ...] = ()  # the tokens that its newest completion followed
         self.last: Completion | None = None
-        self.engine = chat_engine(self.artifact, flags)
+        self.engine = chat_engine(self.artifact, flags, self.steering)
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -244,15 +256,18 @@ class Speaker:
         return "\n".join([*rows, f"  {len(rows)} tokens, {whole:.3f} nats in all, ended by: {self.last.ended}"])
 
 
-def chat_engine(artifact: "Artifact", flags: FLAGS) -> "Engine":
+def chat_engine(artifact: "Artifact", flags: FLAGS, steering: "AskedSteering | None" = None) -> "Engine":
     import torch
 
+    from assay.editing.steering import steer_for_good
     from assay.generate.engine import Engine
     from assay.model.placement import default_device, place_for_inference
     from assay.store.artifact import build_model
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
     model = place_for_inference(build_model(artifact, None), flags.device or default_device(), compute=dtype)
+    if steering is not None:
+        steer_for_good(model, steering, artifact.digest)
     return Engine(model, slots=1, length=min(flags.max_length, model.config.max_length), stop_ids=artifact.stops.stop_ids,
                   version=artifact.digest, tokenizer=artifact.tokenizer, graphed=False)
 

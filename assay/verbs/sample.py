@@ -36,6 +36,8 @@ class FLAGS:
     tokens: bool = option("print the token-level transcript: position, id, text, log-probability, special tokens marked", group="run",
                           default=False)
     base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    steer: str | None = option("add a steering vector of this model, made by assay steer", group="model",
+                               metavar="FILE[:SCALE]", default=None, default_text="none; the scale that it was measured at")
     device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
                                 default_text="a GPU where there is one, else cpu")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
@@ -45,6 +47,7 @@ class FLAGS:
 
 EXAMPLES = """  assay sample smollm2-135m --prompt 'Why is the sky blue?' --n 3
   assay sample runs/a/checkpoints/step-000500 --prompt 'Once upon' --raw --tokens --temperature 0
+  assay sample smollm2-135m --prompt 'May I come in?' --steer vectors/polite:2
   assay sample smollm2-135m --prompt 'Name three rivers.' --min-p 0.05 --repetition-penalty 1.1 --stop '4.'"""
 
 MOST = 100_000  # samples of a prompt: all of them are held in memory
@@ -66,7 +69,9 @@ def run(flags: FLAGS) -> int:
     from assay.store.artifact import open_artifact, straight_to
 
     artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
-    for note in artifact.notes:
+    from assay.editing.steering import asked_steering
+
+    for note in (*artifact.notes, *(() if flags.steer is None else asked_steering(flags.steer).notes)):
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
     live = len(texts) == 1 and not (flags.json or flags.tokens)
@@ -75,7 +80,8 @@ def run(flags: FLAGS) -> int:
     engine = engine_for(flags, artifact, requests)
     completions = generate_completions(engine, requests, f"> {texts[0]}\n" if live else "")
     if flags.json:
-        print(json.dumps([as_json(artifact, *row) for row in zip(texts, prompts, completions, strict=True)], indent=1))
+        steering = {} if flags.steer is None else {"steering": asked_steering(flags.steer).facts()}
+        print(json.dumps([as_json(artifact, *row) | steering for row in zip(texts, prompts, completions, strict=True)], indent=1))
     elif flags.tokens:
         print("\n".join(transcript(artifact, *row) for row in zip(prompts, completions, strict=True)))
     elif live:
@@ -117,12 +123,15 @@ def sampling_requests(flags: FLAGS, artifact: "Artifact", *, stream: bool) -> "l
 def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[GenerationRequest]") -> "Engine":
     import torch
 
+    from assay.editing.steering import asked_steering, steer_for_good
     from assay.generate.engine import Engine, fitting_slots
     from assay.model.placement import default_device, place_for_inference
     from assay.store.artifact import build_model
 
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
     model = place_for_inference(build_model(artifact, None), flags.device or default_device(), compute=dtype)
+    if flags.steer is not None:
+        steer_for_good(model, asked_steering(flags.steer), artifact.digest)
     length = min(max(len(request.prompt) for request in requests) + flags.max_new_tokens, model.config.max_length)
     return Engine(model, slots=fitting_slots(model, len(requests), length), length=length, stop_ids=artifact.stops.stop_ids,
                   version=artifact.digest, tokenizer=artifact.tokenizer,

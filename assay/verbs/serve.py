@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.recipes.grpo_options import POLICY_RATES
+from assay.recipes.options import Trained
 
 if TYPE_CHECKING:
     from assay.serving.engine_thread import ServerSize
@@ -21,7 +23,8 @@ class FLAGS:
 
     Its name is --name, or the last part of its path; its weights' digest is every answer's system_fingerprint. Adapters must
     be proven (a hallmark), and join, at the start or later, once their answers through the server are those recorded.
-    With --train the model is a policy: clients open trajectories, talk, close them with a reward and ask for an update.
+    With --train the model is a policy: clients open trajectories, talk, close them with a reward and ask for an update of
+    the whole model, of a new adapter on it (--lora-r), or of the adapter that is served.
     """
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
@@ -34,7 +37,14 @@ class FLAGS:
                          default=False)
     rollouts: bool = option("let a trainer hand over new weights (/v1/weights), for assay grpo --vllm-server-base-url", group="method",
                             default=False)
-    learning_rate: float = option("learning rate of AdamW, with --train", group="method", above=0, default=1e-6)
+    learning_rate: float | None = option("learning rate of AdamW, with --train", group="method", above=0, default=None,
+                                         default_text=str(POLICY_RATES))
+    lora_r: int = option("with --train: rank of a LoRA adapter; 0: train the whole model", group="method", least=0, default=0)
+    lora_alpha: float | None = option("LoRA alpha; the update is scaled by alpha/r", group="method", above=0, default=None,
+                                      default_text="2·r")
+    use_rslora: bool = option("scale the update by alpha/√r instead", group="method", default=False)
+    lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="method", metavar="NAME",
+                                                  default=(), default_text="all linear layers of the blocks")
     out: str | None = option("folder for --train's updates, trajectories and, at the end, the checkpoint", group="run", default=None)
     slots: int = option("completions of one model that are made at a time", group="generation", least=1, default=16)
     max_length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
@@ -54,6 +64,7 @@ EXAMPLES = """  assay serve smollm2-135m
   assay serve runs/a/checkpoints/step-000500 --name a --adapter a@600=runs/b/checkpoints/step-000100 --port 8001
   assay serve smollm2-135m --rollouts --port 8001
   assay serve smollm2-135m --train --out runs/agent --learning-rate 1e-6
+  assay serve smollm2-135m --train --out runs/agent --lora-r 16
   ASSAY_TOKEN=… assay serve smollm2-135m --host 0.0.0.0
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
@@ -70,10 +81,13 @@ def run(flags: FLAGS) -> int:
         raise UsageError("--train needs --out FOLDER, where what was learned goes" if flags.train else "--out is for --train alone")
     if flags.train and flags.rollouts:
         raise UsageError("--train and --rollouts: a policy learns here, or a trainer elsewhere hands its weights over; give one of them")
+    if not flags.train and (flags.lora_r or flags.lora_alpha or flags.use_rslora or flags.lora_target_modules):
+        raise UsageError("--lora-r, --lora-alpha, --use-rslora and --lora-target-modules say what is trained; give --train too")
     if flags.out is not None and Path(flags.out).exists():
         raise UsageError(f"--out {flags.out} is there already; give a folder of its own to every run")
 
     from assay.generate.access import bind_listener
+    from assay.recipes.starting_model import AdapterModel
     from assay.serving.engine_thread import EngineThread
     from assay.serving.policy_training import ServedPolicy
     from assay.serving.server import serve
@@ -82,9 +96,12 @@ def run(flags: FLAGS) -> int:
     serving = EngineThread(_size(flags))
     try:
         policy = None
-        _told(model := serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base, learns=flags.train))
-        if flags.out is not None:
-            policy = serving.ask(functools.partial(ServedPolicy, model, Path(flags.out), flags.learning_rate)).result()
+        _told(model := serving.open(flags.name or Path(flags.path).name, flags.path, base=flags.base, learns=flags.train,
+                                    lora=_trained(flags)))
+        if flags.out is not None and model.trained is not None:
+            print(model.trained.words)
+            rate = flags.learning_rate or (POLICY_RATES.adapter if isinstance(model.trained, AdapterModel) else POLICY_RATES.whole)
+            policy = serving.ask(functools.partial(ServedPolicy, model, Path(flags.out), rate)).result()
         for name, path in adapters:
             _told(serving.open_adapter(name, path))
         ended = serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True),
@@ -106,6 +123,12 @@ def _size(flags: FLAGS) -> "ServerSize":
     device = require_device(flags.device or default_device())
     chosen = flags.dtype if flags.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
     return ServerSize(flags.slots, flags.queue, flags.max_length, device, getattr(torch, chosen), takes_weights=flags.rollouts)
+
+
+def _trained(flags: FLAGS) -> Trained | None:
+    return None if flags.out is None else Trained(
+        out=flags.out, model=flags.path, lora_r=flags.lora_r, lora_alpha=flags.lora_alpha, use_rslora=flags.use_rslora,
+        lora_target_modules=flags.lora_target_modules)
 
 
 def _named(text: str) -> tuple[str, str]:

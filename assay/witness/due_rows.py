@@ -27,6 +27,7 @@ class DueText(NamedTuple):
     name: str
     tokens: list[int]
     weights: list[float]
+    part: str = ""  # which of the texts of one name, where there are several
 
 
 def seed_at(seed: int, *address: str | int) -> int:

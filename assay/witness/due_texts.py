@@ -20,9 +20,9 @@ from tokenizers import Tokenizer as Vocabulary
 
 from assay.witness.due_rows import DueText, kept_contents
 
-LAYOUT_COLUMNS = {"messages": ("messages", "tools"), "prompt-completion": ("prompt", "completion"), "text": ("text",),
+LAYOUT_COLUMNS = {"messages": ("messages", "tools"), "prompt-completion": ("prompt", "completion", "tools"), "text": ("text",),
            "alpaca": ("instruction", "output", "input", "system"), "sharegpt": ("conversations", "system"),
-           "gsm8k": ("question", "answer"), "prompt": ("prompt",)}
+           "gsm8k": ("question", "answer"), "prompt": ("prompt", "tools")}
 NEEDED = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",),
           "alpaca": ("instruction", "output"), "sharegpt": ("conversations",), "gsm8k": ("question", "answer"), "prompt": ("prompt",)}
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
@@ -54,8 +54,7 @@ class Row:
     tools: list[Any] | None
 
     def _messages(self, values: Mapping[str, Any], _: str) -> None:
-        tools = values.get("tools")
-        self.tools = json.loads(tools) if isinstance(tools, str) else tools
+        self.tools = read_tools(values)
         self.messages = [plain_message(turn) for turn in values["messages"]]
 
     def _prompt_completion(self, values: Mapping[str, Any], _: str) -> None:
@@ -63,14 +62,14 @@ class Row:
             self.plain = values["prompt"], values["completion"]
         else:
             self.messages = [plain_message(turn) for turn in (*values["prompt"], *values["completion"])]
-            self.learned_from = len(values["prompt"])
+            self.learned_from, self.tools = len(values["prompt"]), read_tools(values)
 
     def _prompt(self, values: Mapping[str, Any], _: str) -> None:
         if isinstance(values["prompt"], str):
             self.plain = values["prompt"], ""
         else:
             self.messages = [plain_message(turn) for turn in values["prompt"]]
-            self.learned_from = len(self.messages)
+            self.learned_from, self.tools = len(self.messages), read_tools(values)
 
     def _text(self, values: Mapping[str, Any], _: str) -> None:
         self.plain = "", values["text"]
@@ -94,6 +93,12 @@ class Row:
         before = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": question}]
         self.messages, self.learned_from = [*before, {"role": "assistant", "content": answer}], len(before)
         self.plain = "".join(f"{turn['content']}\n" for turn in before), answer
+
+
+def read_tools(values: Mapping[str, Any]) -> list[Any] | None:
+    """Of a row: a list, or one as JSON text."""
+    tools = values.get("tools")
+    return (json.loads(tools) if isinstance(tools, str) else tools) or None
 
 
 def plain_message(turn: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 BETAS, EPSILON, MOMENTUM = (0.9, 0.95), 1e-8, 0.95
-TUNING = {"Sft": (3e-5, 3e-4), "Distill": (3e-5, 3e-4), "Grpo": (1e-6, 2e-5)}  # peak rates of a whole model and of an adapter
+TUNING = {"Sft": (3e-5, 3e-4), "Distill": (3e-5, 3e-4), "Grpo": (1e-6, 2e-5), "Dpo": (1e-6, 1e-5),
+          "Kto": (1e-6, 1e-5), "RewardModel": (1e-5, 1e-4)}  # peak rates of a whole model and of an adapter
 PRETRAINING = {"muon": (0.02, 0.3), "adamw": (0.002, 0.1)}  # peak rate and weight decay of the matrices
 POLAR = ((8.28721201814563, -23.595886519098837, 17.300387312530933), (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
          (3.9486908534822946, -2.908902115962949, 0.5518191394370137), (3.3184196573706015, -2.488488024314874, 0.51004894012372),

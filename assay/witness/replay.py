@@ -24,7 +24,18 @@ from assay.strict_json import parse_yaml
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 from assay.witness.due_base import asked_base_dtype, due_base
 from assay.witness.due_evaluation import decoded
-from assay.witness.due_gradient import Adapter, CostOfTokens, DueGradient, TwinModel, blended, cross_entropy, due_gradient, read_safetensors
+from assay.witness.due_gradient import (
+    Adapter,
+    CostOfTokens,
+    DueGradient,
+    TwinModel,
+    blended,
+    cross_entropy,
+    due_gradient,
+    live_weights,
+    read_safetensors,
+)
+from assay.witness.due_pairs import PAIRED, PairPlan, pair_costs, reward_costs, side_texts
 from assay.witness.due_rewards import wrong_rewards
 from assay.witness.due_rollout import DueRollout, PromptPlan, due_rollout, fork_weights, policy_costs, wrong_prompts
 from assay.witness.due_rows import DueText, MixedPlan, MixedWindows, PackedPlan, WindowPlan
@@ -99,6 +110,17 @@ class KeptStep:
         fields = read_fields(self.folder_of_model / "config.json")
         return PromptPlan(self.tokenizer_folder, self.options, fields.get("max_position_embeddings") or fields["n_positions"])
 
+    @cached_property
+    def pairs(self) -> PairPlan:
+        return PairPlan(self.tokenizer_folder, self.options, self.recipe)
+
+    @property
+    def divisor(self) -> float | None:
+        """What the sum over the step is divided by, where that is not its learned tokens."""
+        if self.recipe in PAIRED:
+            return float(sum(map(len, self.pairs.due(self.step))))
+        return self.rollout.divisor if self.recipe == "Grpo" else None
+
     @property
     def tokenizer_folder(self) -> Path:
         """An adapter's own, where it has one."""
@@ -162,6 +184,9 @@ def due_texts(kept: KeptStep) -> tuple[list[list[DueText]], int | None]:
             raise NotWitnessed("--environment without --max-steps: how many tasks there were is not kept")
         steps = None if options["minutes"] is not None else options["max_steps"] or kept.prompts.steps
         return [[text] for text in kept.rollout.texts], steps
+    if kept.recipe in PAIRED:
+        steps = None if options["minutes"] is not None else options["max_steps"] or kept.pairs.steps
+        return [side_texts(row) for row in kept.pairs.due(kept.step)], steps
     if kept.recipe not in ("Sft", "Distill"):
         raise NotWitnessed(f"the witness does not know {kept.recipe.lower()}")
     if options.get("on_policy"):
@@ -225,14 +250,25 @@ def base_weights(kept: KeptStep, twin: TwinModel) -> dict[str, Tensor]:
     return {name: tensor.to(kept.device) for name, tensor in held.items()}
 
 
+def forked_from(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> dict[str, Tensor]:
+    """What the run began with, by the parent's bytes."""
+    earlier = Path(kept.facts["parent"]) / "adapter_model.safetensors"
+    factors = read_safetensors(earlier.parent, earlier.name) if earlier.is_file() else {}
+    return fork_weights(twin, base_weights(kept, twin), factors, adapter)
+
+
 def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostOfTokens:
     """What predicting a token costs: its cross-entropy, what the teacher has to say of it, or what a completion was worth."""
     options = kept.options
+    if kept.recipe in PAIRED:
+        trained = {name: tensor.to(twin.device, twin.dtype) for name, tensor in kept.weights(kept.before).items()}
+        policy = live_weights(twin, trained, {} if adapter is None else base_weights(kept, twin), adapter)
+        due = [pair for row in kept.pairs.due(kept.step) for pair in row]
+        if kept.recipe == "RewardModel":
+            return reward_costs(twin, policy, due, options, kept.pairs.reward_token)
+        return pair_costs(twin, policy, forked_from(kept, twin, adapter), due, options, kept.recipe)
     if kept.recipe == "Grpo":
-        earlier = Path(kept.facts["parent"]) / "adapter_model.safetensors"
-        factors = read_safetensors(earlier.parent, earlier.name) if earlier.is_file() else {}
-        fork = fork_weights(twin, base_weights(kept, twin), factors, adapter)
-        return policy_costs(kept.rollout, options, kept.step, twin, fork)
+        return policy_costs(kept.rollout, options, kept.step, twin, forked_from(kept, twin, adapter))
     if options.get("how", "text") == "text":
         return cross_entropy
     if "=" in options["teacher"]:
@@ -261,10 +297,10 @@ def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> 
     against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
     if any("tensors" in each for each in against):
         return refuted("witness", f"step {kept.step + 1}: {'; '.join(against)}", step=kept.step + 1)
-    if kept.recipe == "Grpo" and kept.compute != "float32":
+    if kept.recipe in ("Grpo", *PAIRED) and kept.compute != "float32":
         return without_gradient(kept, against, steps, adapter)
-    divisor = kept.rollout.divisor if kept.recipe == "Grpo" else None
-    due, ours = (due_gradient(twin, trained, frozen, adapter, texts, due_costs(kept, twin, adapter), divisor) for twin in (exact, rounded))
+    due, ours = (due_gradient(twin, trained, frozen, adapter, texts, due_costs(kept, twin, adapter), kept.divisor)
+                 for twin in (exact, rounded))
     against += wrong_loss(kept, due)
     scaled, norm = clipped(due.gradients, kept.options["max_grad_norm"])
     found = found_gradients(kept)
@@ -284,7 +320,7 @@ def without_gradient(kept: KeptStep, against: list[str], steps: int | None, adap
     against = [*against, *wrong_seconds(kept, found), *wrong_weights(kept, found, steps, adapter)]
     if against:
         return refuted("witness", f"step {kept.step + 1}: {'; '.join(against)}", step=kept.step + 1)
-    raise NotWitnessed("its prompts, moments and weights are those that were due, and a policy's gradient in bf16 is not judged")
+    raise NotWitnessed("what it read, its moments and weights are those that were due, and a policy's gradient in bf16 is not judged")
 
 
 def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:

@@ -16,6 +16,7 @@ from assay.learn.preference import PairScores
 from assay.model import merging
 from assay.model.transformer import Transformer
 from assay.recipes import on_policy
+from assay.reward import model_reward
 from assay.testing import tiny_methods
 from assay.testing.fault_injection import fault, in_place_of, swap
 from assay.testing.tiny_methods import (
@@ -23,10 +24,11 @@ from assay.testing.tiny_methods import (
     a_kto_run,
     a_merge_of_models,
     a_score_head_preflight,
+    a_stranger_reward_model,
     a_written_reward_model,
     own_words_preflight,
 )
-from assay.testing.tiny_models import tiny_model
+from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
 
 # ---------------------------------------------------------------- KTO
 
@@ -66,6 +68,12 @@ fault("score head as it began", rows=("S2",), stage="save", check="reward head",
 fault("reward of the first token", rows=(), stage="loss", check="loss", job=a_score_head_preflight)(
     # Of right-padded rows the wrong end: every text of one prompt is worth the same.
     lambda _: swap(bradley_terry, "last_tokens", lambda documents: _first_tokens(documents)))
+
+fault("reward model asked in the policy's template", rows=(), stage="reward", check="reward words", job=a_stranger_reward_model)(
+    # Markers of turns that are no tokens to it, and its own, by which it knows an answer, nowhere.
+    in_place_of(model_reward, "_conversation")(lambda usual, path, artifact, asked, completion: replace(
+        usual(path, artifact, asked, completion), messages=(),
+        plain=(tokenizer_and_stops()[0].render(asked.messages, add_generation_prompt=True), completion))))
 
 # ---------------------------------------------------------------- the student's own words
 

@@ -22,7 +22,7 @@ from assay.model.transformer import Transformer
 from assay.testing import tiny_preferences
 from assay.testing.fault_injection import fault, in_place_of, on_disk, swap
 from assay.testing.tiny_models import tiny_model
-from assay.testing.tiny_preferences import a_preference_preflight, a_preference_run, pairs_cut, pairs_read
+from assay.testing.tiny_preferences import a_live_preference_run, a_preference_preflight, a_preference_run, pairs_cut, pairs_read
 
 # ---------------------------------------------------------------- the reference is not the parent
 
@@ -40,6 +40,16 @@ def reference_that_moves(_: Any, stored: StoredReference, batch: Batch, policy: 
     """It shares the policy's tensors, or is synchronised with them: nothing holds the policy any more."""
     with torch.no_grad():
         return replace(batch, reference=token_logprobs(policy, batch)[0])
+
+
+@fault("live reference in the policy's tensors", rows=("R22",), stage="loss", check="live reference", job=a_live_preference_run)
+@in_place_of(tiny_preferences, "reference_for")
+def live_reference_in_the_policys_tensors(usual: Any, policy: Transformer) -> Transformer:
+    """A copy that copies nothing: frozen parameters of its own around the storage that the optimizer writes to."""
+    reference = usual(policy)
+    for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
+        ours.data = theirs.data
+    return reference
 
 
 @fault("ln 2 for ever", rows=("O10",), stage="loss", check="loss moves", job=a_preference_run)

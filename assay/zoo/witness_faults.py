@@ -5,6 +5,7 @@ Each strikes a function that the run and its own guards share. The kept steps ar
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,11 @@ from assay.learn.lr_schedule import Schedule
 from assay.learn.objectives import Objective
 from assay.model.lora import LoraLinear
 from assay.model.transformer import Transformer
-from assay.recipes import distill, grpo, pretrain, rewards, rollouts, run, sft, starting_model
+from assay.recipes import distill, dpo, feedback_data, grpo, kto, preference_data, pretrain, rewards, rollouts, run, sft, starting_model
 from assay.recipes.conversations import Conversations
+from assay.recipes.dpo_options import Dpo
 from assay.recipes.grpo_options import Grpo
+from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Pretrain, Sft
 from assay.recipes.prompt_evaluator import PromptEvaluator
 from assay.recipes.prompts import PromptOrder, split_prompts
@@ -95,15 +98,35 @@ def train_witnessed(where: Path, recipe: str, **options: Any) -> None:
                    "batch_tokens": 256, "micro_batch_tokens": 96, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
                    "learning_rate": 3e-3, **options}
         config = Sft(**common) if recipe == "sft" else Distill(**common, teacher=str(a_teacher()))
+    elif recipe in ("dpo", "kto"):
+        common |= {"data": (str(judged_sums()[recipe]),), "model": str(sums_folder() / "base"), "max_length": 24, "held_out": 0.1,
+                   "batch_tokens": 288, "micro_batch_tokens": 192, "num_train_epochs": 2, "max_steps": WITNESSED_STEPS,
+                   "learning_rate": 3e-3, **options}
+        config = Dpo(**common) if recipe == "dpo" else Kto(**common)
     else:
         config = Pretrain(**common | {"corpus": str(tiny_corpus().folder), "depth": 1, "tokens": WITNESSED_STEPS * 256, "max_length": 16,
                                       "batch_tokens": 256, "micro_batch_tokens": 96, "eval_documents": 4, **options})
-    module: Any = {"sft": sft, "distill": distill, "pretrain": pretrain}[recipe]
+    module: Any = {"sft": sft, "distill": distill, "pretrain": pretrain, "dpo": dpo, "kto": kto}[recipe]
+    preflight = {"kto": "preflight_feedback"}.get(recipe, f"preflight_{recipe}")
     with (swap(distill, "compare_agreement", lambda *_: {}), swap(distill, "check_told", lambda *_: proven("told", "not looked at")),
           swap(run, "Prover", RecordingProver), swap(module, "hand_over", hand_nothing_over),
-          nothing_written_down(module), swap(module, f"preflight_{recipe}", lambda *_: []),
+          nothing_written_down(module), swap(module, preflight, lambda *_: []),
+          swap(dpo, "compare_with_parent", lambda *_: (proven("told", "not looked at"), {})),
+          swap(kto, "compare_feedback", lambda *_: (proven("told", "not looked at"), {})),
           swap(Conversations, "_judge", lambda *_: None), contextlib.suppress(GuardStop)):
         getattr(module, recipe)(config, say=lambda _: None)
+
+
+@functools.cache
+def judged_sums() -> dict[str, Path]:
+    """Right sums preferred to wrong ones; and one of the two of each, called right or wrong."""
+    sums, folder = [(f"{a}+{b}=", a + b) for a in range(8) for b in range(8)], sums_folder()
+    rows: dict[str, list[dict[str, Any]]] = {
+        "dpo": [{"prompt": asked, "chosen": f"yes {due}", "rejected": f"no {due + 1}, no"} for asked, due in sums],
+        "kto": [{"prompt": asked, "completion": f"{due + due % 2}", "label": due % 2 == 0} for asked, due in sums]}
+    for name, said in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    return {name: folder / f"{name}.jsonl" for name in rows}
 
 
 def a_witnessed_rollout(folder: Path, plant: Plant) -> list[Verdict]:
@@ -225,6 +248,17 @@ def packed_texts_leak(usual: Any, model: Transformer, tokens: Tensor, **streams:
 
 witnessed("the divergence turned round", "loss", rows=("L06",), recipe="distill")(
     lambda _: swap(distillation, "forward_kl", distillation.reverse_kl))
+
+# ---------------------------------------------------------------- preferences
+
+
+witnessed("chosen and rejected swapped as they are read", "data", recipe="dpo", reference="live")(
+    # What is held out is read by the same function: every margin rises, of the wrong side.
+    in_place_of(preference_data, "read_preferences")(lambda usual, *given: [
+        replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in usual(*given)]))
+witnessed("labels turned round as they are read", "data", recipe="kto")(
+    in_place_of(feedback_data, "read_feedback")(lambda usual, *given: [
+        replace(each, desirable=not each.desirable) for each in usual(*given)]))
 
 # ---------------------------------------------------------------- rollouts
 

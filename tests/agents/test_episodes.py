@@ -112,3 +112,19 @@ def test_two_episodes_that_say_the_same_may_differ_in_whether_they_count():
     judged = {counts: check_token_law(episode_batch(both, [1.0, -1.0], [True, counts], "token", cap=2), turns, Counter([sequence.ids]),
                                       stop_ids=(6,), cap=2).outcome for counts in (False, True)}
     assert judged == {False: Outcome.PROVEN, True: Outcome.REFUTED}
+
+
+@pytest.mark.parametrize("base", [1_000_003, 0, 1])
+def test_where_turns_were_sampled_is_found_by_hashes_and_settled_by_comparing(base, monkeypatch):
+    """With a base of 0 every beginning has the same hash: what is found does not change."""
+    from assay.agents.episodes import SampledTurn
+    from assay.guard import trajectory_checks
+
+    def turn(prompt, ids):
+        return SampledTurn(prompt, Completion(ids, (-1.0,) * len(ids), "stop", "v"))
+
+    monkeypatch.setattr(trajectory_checks, "HASH_BASE", base)
+    turns = [turn((1, 2), (5, 6)), turn((1, 2), (7,)), turn((1, 2, 5, 6, 3), (5, 6)), turn((2, 1), (5, 6)), turn((0, 0, 9), (8,))]
+    whole, cut, strange, other = (1, 2, 5, 6, 3, 5, 6), (1, 2, 5, 6, 3), (1, 2, 5, 6, 4, 5, 6), (0, 0, 9, 8)
+    found = trajectory_checks.sampled_places(turns, [whole, cut, strange, other, (2, 1, 7), (1, 2, 7)])
+    assert [None if each is None else each.nonzero()[0].tolist() for each in found] == [[2, 3, 5, 6], None, None, [3], None, [2]]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from assay.data.feedback import read_feedback
 from assay.data.layouts import Conversation, read_conversations
+from assay.data.preferences import read_preferences
 from assay.errors import DataError, UsageError
 
 ASKED, ANSWERED = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -167,3 +169,21 @@ def test_turns_that_teach_nothing_or_answer_nobody_are_refused(tmp_path: Path, r
 ])
 def test_turns_that_are_in_order_are_not_refused(tmp_path: Path, row: dict[str, Any]):
     assert only(jsonl(tmp_path, row))
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_are_read_beside_messages_in_every_layout_that_has_them(as_text: bool, tmp_path: Path):
+    """A prompt without the tools that its answer calls is another prompt, and nothing of a run would show it."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    user, said = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+    tools = json.dumps([tool]) if as_text else [tool]
+    for row in ({"messages": [user, said]}, {"prompt": [user], "completion": [said]}, {"prompt": [user]}):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row | {"tools": tools}) + "\n")
+        assert read_conversations(file).rows[0].tools == (tool,)
+        assert not read_conversations(file).ignored
+    file.write_text(json.dumps({"prompt": [user], "completion": [said], "label": True, "tools": tools}) + "\n")
+    assert read_feedback(file)[0].answer.tools == (tool,)
+    file.write_text(json.dumps({"prompt": [user], "chosen": [said], "rejected": [said | {"content": "b"}], "tools": tools}) + "\n")
+    pair = read_preferences(file)[0]
+    assert pair.chosen.tools == pair.rejected.tools == (tool,)

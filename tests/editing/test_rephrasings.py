@@ -9,7 +9,7 @@ from assay.editing.contexts import Contexts, averaged_keys, context_keys, contex
 from assay.editing.edit_witness import EditMethod, check_solution
 from assay.editing.facts import Fact, make_fact
 from assay.editing.memit import memit_solver, spread_over_layers
-from assay.editing.rephrasings import asks_in, check_rephrasings, read_wordings, with_rephrasings
+from assay.editing.rephrasings import asks_in, check_rephrasings, placed_rephrasing, read_wordings, with_rephrasings
 from assay.editing.subject_tokens import placeable_facts
 from assay.editing.targets import find_targets
 from assay.testing import tiny_facts
@@ -50,6 +50,29 @@ def test_no_wording_in_which_any_of_the_facts_is_evaluated_is_sought():
     assert [said.prompt for said in ada.rephrasings] == ["Ada is a native speaker of"]
     assert bob.prompt[bob.start :].startswith("Bob")
     assert [said.prompt[said.start :] for said in bob.rephrasings] == ["Bob is a native speaker of"]
+
+
+def test_wordings_of_the_relation_alone_are_drawn_so_many_and_otherwise_for_each_fact():
+    """Fay's wording has the same answers and is another relation; Gus's is a second one of theirs."""
+    wordings = read_wordings([*file(), speaker("Fay", "{} studied", "{} reads"), speaker("Gus", "{} talks in", SPEAKS)])
+    ada, _ = with_rephrasings(file()[:2], wordings, tokenizer(), 4, 0)
+    assert {said.prompt for said in ada.rephrasings} == {"Ada is a native speaker of", "Ada talks in"}
+    names = ("Ada", "Bob", "Cy", "Dan", "Eve", "Fay", "Gus", "Hal")
+    drawn = with_rephrasings([speaker(name, SPEAKS, BORN) for name in names], wordings, tokenizer(), 1, 0)
+    assert [len(fact.rephrasings) for fact in drawn] == [1] * 8
+    assert len({fact.rephrasings[0].prompt.removeprefix(fact.subject) for fact in drawn} & {" is a native speaker of", " talks in"}) == 2
+
+
+def test_the_longest_wording_that_fits_says_what_is_asked():
+    wordings = read_wordings([*file(), speaker("Ivy", "It rained. {} speaks", BORN, "Rome", "Oslo")])
+    assert wordings.paraphrased(file()[3], "Dan speaks") == SPEAKS
+    assert wordings.paraphrased(file()[3], "It rained. Dan speaks") is None, "in these words the file asks for a town"
+
+
+def test_a_wording_in_which_a_token_reaches_across_the_subject_is_left_out():
+    fact = make_fact("x", SPEAKS, "ho", "English")
+    assert placed_rephrasing(tokenizer(), fact, "the {}me of") is None
+    assert placed_rephrasing(tokenizer(), fact, "Now {} speaks") is not None
 
 
 def test_a_fact_that_is_sought_as_it_is_evaluated_is_refuted():

@@ -10,7 +10,8 @@ from assay.editing.contexts import Contexts
 from assay.editing.edit_witness import check_tuned
 from assay.editing.fact_questions import ask_questions, fact_questions
 from assay.editing.memit import EditResult
-from assay.editing.tuned_edit import HeldTexts, TuneOptions, bystander_prompts, drawn, tune_edit
+from assay.editing.tuned_edit import AskedRow, HeldTexts, TuneOptions, bystander_prompts, drawn, row_surprises, tune_edit
+from assay.errors import DataError
 from assay.model.patch import Patch, patched
 from assay.store.digests import weights_digest
 from assay.testing import tiny_facts
@@ -55,8 +56,29 @@ def test_the_model_is_bit_identical_afterwards_and_the_same_seed_gives_the_same_
     one, two = (tune_edit(model, tokenizer(), tiny_facts.fact_edits(2), LAYERS, AROUND, [], NEAR, aim, seed=0, parent=None) for _ in "ab")
     assert weights_digest(dict(model.named_parameters())) == before
     assert [p.requires_grad for p in model.parameters()] == asked
+    assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(tensor, two.patch.replaced[name]) for name, tensor in one.patch.replaced.items())
     assert not torch.equal(one.patch.replaced["blocks.0.mlp.down.weight"], model.get_parameter("blocks.0.mlp.down.weight"))
+
+
+def test_a_rows_surprise_is_the_mean_of_its_answers_tokens_whoever_stands_beside_it():
+    model, ids = lookup_model(), tuple(tokenizer().encode("The home of Borin is"))
+    long, short = AskedRow(0, ids, tuple(tokenizer().encode(" in Lund now"))), AskedRow(1, ids[:3], (5,))
+    assert len(long.answer) > 2
+    due = []
+    for row in (long, short):
+        said = model(torch.tensor([[*row.ids, *row.answer]]))[0].detach().log_softmax(-1)
+        due.append(-sum(float(said[len(row.ids) - 1 + k, token]) for k, token in enumerate(row.answer)) / len(row.answer))
+    assert row_surprises(model, [long, short]).tolist() == pytest.approx(due, rel=1e-4)
+
+
+def test_a_tuning_that_runs_away_is_refused_and_the_model_has_its_old_bits():
+    model = lookup_model()
+    before = weights_digest(dict(model.named_parameters()))
+    with pytest.raises(DataError, match="step 1 of the tuning met a loss of nan; lower --tune-lr"):
+        tune_edit(model, tokenizer(), tiny_facts.fact_edits(1), LAYERS, AROUND, [], NEAR, TuneOptions(steps=3, lr=float("inf")), seed=0,
+                  parent=None)
+    assert weights_digest(dict(model.named_parameters())) == before
 
 
 def test_a_probability_that_was_not_reached_is_refuted():

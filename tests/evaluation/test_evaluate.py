@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from assay.generate.generation_request import Sampling
 from assay.kernels import draw_tokens
 from assay.store import durable
 from assay.store.artifact import open_artifact
-from assay.testing.tiny_models import nudge
+from assay.testing.tiny_models import nudge, tiny_model
 from assay.verbs import eval as verb
 from assay.verdict import Outcome
 from tests.evaluation.eval_fixtures import FACT, PROBLEMS, QUESTION, opened, saved, write_rows
@@ -396,3 +396,15 @@ def test_log_probabilities_of_another_truncation_are_refuted(sampling, faulty, c
     samples = [(model.ids_of(text, raw=True), each.ids, sum(each.logprobs)) for name, text in prompts.items() for each in said[name]]
     assert soundness.judge_rescored(model.model, samples, sampling).outcome is Outcome.PROVEN
     assert soundness.judge_recorded(model.model, samples, sampling).outcome is (Outcome.REFUTED if faulty else Outcome.PROVEN)
+
+
+def test_draws_scored_again_together_are_those_scored_one_by_one(monkeypatch):
+    """Rows of other lengths beside it, and what pads it, change nothing of a row; however many fit into a pass."""
+    model, sampling = tiny_model(seed=1), Sampling(max_new=4, temperature=0.7, top_k=200)
+    samples = [(range(10, 10 + length), range(90, 95 + 2 * length)) for length in (1, 7, 30, 12)]
+    alone = sum((soundness.rescored_draws(model, *sample, sampling) for sample in samples), soundness.DrawnTokens())
+    for tokens in (8192, 100, 1):
+        monkeypatch.setattr(soundness, "_PASS_TOKENS", tokens)
+        together = soundness.rescored_together(model, samples, sampling)
+        assert (together.tokens, together.cut_off) == (alone.tokens, alone.cut_off)
+        assert astuple(together) == pytest.approx(astuple(alone), rel=1e-5)

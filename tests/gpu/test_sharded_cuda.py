@@ -43,7 +43,7 @@ def test_replicated_processes_on_one_gpu_write_the_bits_of_one(dtype: str, home:
     assert recorded_digest(open_checkpoint(two).manifest) == recorded_digest(open_checkpoint(one).manifest)
 
 
-@pytest.mark.parametrize(("lora", "model"), [((), "base"), ((), "wide"), (("--lora-r", "4"), "base")])
+@pytest.mark.parametrize(("lora", "model"), [((), "base"), ((), "wide"), (("--lora-r", "4"), "wide")])
 def test_sharded_processes_on_one_gpu_are_near_one(lora: tuple[str, ...], model: str, home: Path, tmp_path: Path):
     one = open_checkpoint(trained(home, tmp_path / "one", "--fsdp", *lora, model=model)).weights()
     two = open_checkpoint(trained(home, tmp_path / "two", "--fsdp", "--gpus", "2", *lora, model=model)).weights()

@@ -20,6 +20,7 @@ from assay.guard.policy_identity import (
     measure_logprob_floor,
     naive_logprobs,
 )
+from assay.guard.remote_policy import NO_FLOOR
 from assay.learn.policy import token_logprobs
 from assay.model.transformer import initialised
 from assay.testing.tiny_models import tiny_config
@@ -186,3 +187,14 @@ def test_a_floor_that_the_weights_have_outgrown_is_measured_anew():
     model.blocks[0].attn.out.weight.mul_(1.5)  # what the sampler does not have yet
     later = token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 3:].tolist()
     assert check_identity(sampler.tolist(), later, floor, anew=anew).outcome is Outcome.REFUTED
+
+
+def test_a_floor_that_is_demanded_is_not_outgrown():
+    """A server of the trainer's own kernels: what differs is refused, however far the trainer's weights round by now."""
+    wide, said, asked = LogprobFloor(1e-3, 2e-3, 50), [[-1.0, -2.0]], list[str]()
+    floors = OutgrownFloor(wide)
+    assert floors.over(LogprobFloor(1e-6, 1e-6, 50)) == wide
+    assert floors.over(NO_FLOOR) == NO_FLOOR
+    found = check_identity(said, [[-1.0005, -2.0]], floors.over(NO_FLOOR), anew=lambda: asked.append("anew") or wide)
+    assert (found.outcome, asked) == (Outcome.REFUTED, [])
+    assert check_identity(said, [[-1.0005, -2.0]], LogprobFloor(1e-6, 1e-6, 50), anew=lambda: wide).outcome is Outcome.PROVEN

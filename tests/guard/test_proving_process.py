@@ -55,11 +55,30 @@ def kept() -> Iterator[ProvingProcess]:
         yield PROVING_PROCESSES._idle[0]
 
 
-def test_a_kept_process_gives_a_fresh_ones_verdicts_and_says_what_it_kept(base: Path, adapter: Path, kept: ProvingProcess):
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[ProvingProcess]:
+    """For tests that end no process: to start one takes longer than their proofs, and it knows nothing of the next test's folders."""
+    process = ProvingProcess(1, "cpu")
+    yield process
+    process.kill()
+    process.stop()
+
+
+@pytest.fixture
+def lent(lasting: ProvingProcess) -> Iterator[ProvingProcess]:
+    """In the place of `kept`."""
+    with PROVING_PROCESSES.keeping():
+        lasting.asked = 0
+        PROVING_PROCESSES._idle.append(lasting)
+        yield lasting
+        PROVING_PROCESSES._idle.remove(lasting)
+
+
+def test_a_kept_process_gives_a_fresh_ones_verdicts_and_says_what_it_kept(base: Path, adapter: Path, lent: ProvingProcess):
     request = ProofRequest(str(adapter), against=str(base), probing=QUICK)
     fresh = examine_artifact(request)
     first, second = prove(request), prove_checkpoint(adapter, against=str(base), probing=QUICK)
-    assert kept.asked == 2
+    assert lent.asked == 2
     assert outcomes(first) == outcomes(second) == outcomes(fresh)
     assert "earlier proof of this process" not in reasons(first)["whole"]
     assert f"{base} is as it was when an earlier proof of this process hashed it" in reasons(second)["whole"]
@@ -68,21 +87,21 @@ def test_a_kept_process_gives_a_fresh_ones_verdicts_and_says_what_it_kept(base: 
     assert mark["verdicts"][0]["evidence"]["kept_open"] == [str(base)]
 
 
-def test_a_rehearsal_leaves_the_model_open_for_the_first_proof_which_waits_for_it(base: Path, adapter: Path, kept: ProvingProcess,
+def test_a_rehearsal_leaves_the_model_open_for_the_first_proof_which_waits_for_it(base: Path, adapter: Path, lent: ProvingProcess,
                                                                                   monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 37, 1 << 37))
     Prover().rehearse(base, QUICK)
     found = prove(ProofRequest(str(adapter), against=str(base), probing=QUICK))
-    assert kept.asked == 2
+    assert lent.asked == 2
     assert outcomes(found)["whole"] is Outcome.PROVEN
     assert "earlier proof of this process" in reasons(found)["whole"]
     assert not PROVING_PROCESSES._rehearsing
 
 
-def test_a_model_whose_proofs_take_much_of_a_gpu_is_not_rehearsed(base: Path, kept: ProvingProcess, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_whose_proofs_take_much_of_a_gpu_is_not_rehearsed(base: Path, lent: ProvingProcess, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 23, 1 << 23))
     Prover().rehearse(base, QUICK)
-    assert kept.asked == 0
+    assert lent.asked == 0
 
 
 def test_what_changed_since_it_was_kept_is_read_again(base: Path, adapter: Path):
@@ -209,11 +228,11 @@ def test_a_proof_takes_the_gpu_only_where_the_run_will_not_miss_it(free: int, he
     assert (why is None) == (device == "cuda")
     assert proof_device("cpu", 20 * gib) == ("cpu", None)
 
+@pytest.mark.usefixtures("lent")
 def test_a_proof_in_two_processes_says_what_one_says(base: Path):
     """And where the bytes are damaged, both refuse them and it is said once."""
     request = ProofRequest(str(base), probing=QUICK)
     with PROVING_PROCESSES.keeping():
-        PROVING_PROCESSES.start_early(1, "cpu")
         PROVING_PROCESSES.start_early(1, "cpu", 2, libraries=False, alone=True)
         apart = prove_apart(request)
         assert [process.asked for process in PROVING_PROCESSES._idle] == [1, 1]

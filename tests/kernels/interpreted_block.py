@@ -6,7 +6,6 @@ Every comparison is with the plain twin in float64 on the same inputs.
 import pytest
 import torch
 import torch.nn.functional as F
-from triton.runtime import interpreter
 
 from assay.kernels import gated_activation, rms_norm, rotary
 from assay.kernels.gated_activation import fused_gated, gated_backward, gated_forward, plain_gated
@@ -20,18 +19,6 @@ from assay.testing.tiny_models import tiny_config
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's exp, overflowing to inf as it should
 BF16 = 2**-7  # a step of bf16, relative: the interpreter cuts off where a GPU rounds
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def loops_up_to_a_given_number(monkeypatch):
-    """Triton 3.6's interpreter asks numpy for int(array of one entry), which numpy refuses from 2.4 on."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def drawn(*shape, dtype=torch.float32, spread=1.0, seed=0):
@@ -151,9 +138,12 @@ LAYOUTS = {  # of a (B, T, H, d) gradient in memory
 }
 
 
-@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block"), [
-    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+ROTATIONS = [(*shape, torch.float32, 1e-6) for shape in (
+    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512))]
+ROTATIONS += [(2, 5, 3, 1, 16, 2, 512, torch.bfloat16, BF16)]
+
+
+@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block", "dtype", "bound"), ROTATIONS)
 def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
     """Tokens and pairs end inside a program; each row of the batch has angles of its own, or all have the same."""
     for batches in {1, B}:
@@ -164,9 +154,7 @@ def test_rotated_gradients(B, T, H, K, d, rows, block, dtype, bound):
         assert apart(found, turned_back(*gradients, *angles(batches, T, d // 2))) < bound
 
 
-@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block"), [
-    (2, 5, 3, 1, 16, 2, 512), (3, 7, 4, 2, 12, 4, 16), (1, 9, 2, 2, 10, 1, 32), (2, 3, 9, 3, 64, 2, 512), (1, 1, 1, 1, 2, 8, 512)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BF16)])
+@pytest.mark.parametrize(("B", "T", "H", "K", "d", "rows", "block", "dtype", "bound"), ROTATIONS)
 def test_turned_where_nothing_trains(B, T, H, K, d, rows, block, dtype, bound):
     for batches in {1, B}:
         qkv, (cos, sin) = drawn(B, T, (H + 2 * K) * d, dtype=dtype), angles(batches, T, d // 2)

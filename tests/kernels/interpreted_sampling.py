@@ -5,7 +5,6 @@ Blocks are shrunk, so that a row takes several and ends inside one: groups of 4 
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from assay.kernels import draw_tokens
 from assay.kernels.advance_slots import SlotState, TokenLog, fused_advance_slots, plain_advance_slots
@@ -25,18 +24,6 @@ RULES = [(1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.9, 20, 
 def small_blocks(monkeypatch):
     for name, value in (("PART", 64), ("_GROUP", 4), ("TILE", 16)):
         monkeypatch.setattr(draw_tokens, name, value)
-
-
-@pytest.fixture(autouse=True)
-def loops_up_to_a_loaded_number(monkeypatch):
-    """Triton 3.6's interpreter asks numpy for int(array of one entry), which numpy refuses from 2.4 on."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def rule(rows):

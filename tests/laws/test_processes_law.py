@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,26 @@ def test_a_process_that_dies_ends_the_run_in_a_sentence_and_nothing_is_lost(home
     assert "another process died" in capfd.readouterr().err
     recipes(home, tmp_path / "run")["sft"]()
     assert digests(tmp_path / "run") == digests(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_term_to_the_command_of_two_processes_saves_ends_with_143_and_one_process_finishes(home: Path, tmp_path: Path):
+    words = [sys.executable, "-m", "assay", "sft", "--model", str(home / "base"), "--data", str(home / "learned.jsonl"),
+             "--max-length", "32", "--batch-tokens", "256", "--num-train-epochs", "200", "--max-steps", "400", "--held-out", "0.1",
+             "--learning-rate", "3e-3", "--device", "cpu", "--micro-batch-tokens", "64", "--save-steps", "200", "--shards", "4",
+             "--witness", "off", "--probe-samples", "0", "--out"]
+    environment, out = os.environ | {"OMP_NUM_THREADS": "1"}, tmp_path / "run"
+    command = subprocess.Popen([*words, str(out), "--gpus", "2"], stdout=subprocess.DEVNULL, env=environment)
+    for _ in range(1200):
+        time.sleep(0.1)
+        if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) > 20:
+            break
+    command.terminate()
+    assert command.wait(60) == 143
+    assert 20 < digests(out)[0] < 400
+    for place in (out, tmp_path / "alone"):
+        subprocess.run([*words, str(place)], check=True, stdout=subprocess.DEVNULL, env=environment, timeout=300)
+    assert digests(out) == digests(tmp_path / "alone")
 
 
 @pytest.mark.slow

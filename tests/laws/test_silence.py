@@ -1,4 +1,4 @@
-"""A clean run raises no alarm: twenty and more of them, of different seeds, optimizers, shapes and schedules."""
+"""A clean run raises no alarm: ten of them, and ten more with the slow tests, of different seeds, optimizers, shapes and schedules."""
 
 from pathlib import Path
 
@@ -8,12 +8,14 @@ from assay.testing.tiny_training import TINY_LENGTH
 from tests.recipes.sittings import events, options, sit
 
 KINDS = [{}, {"optimizer": "adamw"}, {"shape": "assay"}, {"lr_scheduler_type": "cosine"}, {"ema": 0.95}]
-RUNS_OF_EACH, STEPS = 4, 66  # enough for the change points in the loss, which are judged from step 64 on
+SEEDS = [range(2), pytest.param(range(2, 4), marks=pytest.mark.slow)]
+STEPS = 66  # enough for the change points in the loss, which are judged from step 64 on
 
 
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_clean_runs_are_silent(kind: dict, tmp_path: Path):
-    for seed in range(RUNS_OF_EACH):
+def test_clean_runs_are_silent(kind: dict, seeds: range, tmp_path: Path):
+    for seed in seeds:
         config = options(tmp_path / f"run-{seed}", tokens=STEPS * 4 * TINY_LENGTH, max_length=TINY_LENGTH, batch_tokens=4 * TINY_LENGTH,
                          save_steps=66, seed=seed,
                          eval_documents=2, **kind)

@@ -14,13 +14,14 @@ from assay.data.chat import NOTHING_LEFT, TOO_LONG
 from assay.data.packing import hold_out
 from assay.data.preferences import ALIKE, by_prompt, read_preferences, render_pairs
 from assay.data.reference_store import StoredReference
-from assay.errors import ArtifactError, DataError
+from assay.errors import ArtifactError, DataError, UsageError
 from assay.evaluation.held_out_pairs import ScoredPairs
 from assay.guard.preference_checks import check_pairs, doubts
 from assay.learn import preference as preference_module
 from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes import dpo, hand_over, preference_data, run, starting_model
 from assay.recipes.dpo_options import Dpo
+from assay.recipes.live_reference import LiveReference
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
@@ -79,8 +80,8 @@ def metrics(config: Dpo, name: str) -> list[float]:
     return [row[name] for row in rows(Path(config.out) / "metrics.jsonl") if name in row]
 
 
-@pytest.mark.parametrize("changed", [{}, {"lora_r": 4, "merge": "never"}, {"loss_type": "ipo"}, {"loss_type": "simpo"}],
-                         ids=["sigmoid", "lora", "ipo", "simpo"])
+@pytest.mark.parametrize("changed", [{}, {"lora_r": 4, "merge": "never"}, {"loss_type": "ipo", "reference": "live"},
+                                     {"loss_type": "simpo"}], ids=["sigmoid", "lora", "ipo", "simpo"])
 def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any], home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", **changed), []
     preferred(config, said.append)
@@ -91,7 +92,7 @@ def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any
     if config.loss_type != "simpo":
         assert margins[0] == pytest.approx(0, abs=1e-4)
         assert any("PROVEN    initial loss" in line for line in said)
-        assert (tmp_path / "run" / "reference" / "manifest.json").exists()
+        assert (tmp_path / "run" / "reference" / "manifest.json").exists() == (config.reference == "stored")
     handed = {name for name in ("adapter", "model") if (tmp_path / "run" / name).exists()}
     assert handed == ({"adapter"} if config.lora_r else {"model"})
 
@@ -115,6 +116,30 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path
     assert not asked, "the reference is asked once"
     assert metrics(parts, "loss") == metrics(whole, "loss")
     digests = [weights_digest(open_artifact(Path(config.out) / "model").tensors) for config in (whole, parts)]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_a_live_reference_gives_the_stored_ones_losses_and_resumes_bit_for_bit(lora_r: int, home: Path, tmp_path: Path,
+                                                                              monkeypatch: pytest.MonkeyPatch):
+    """The same numbers but for rounding, since a reference that reads other rows adds in another order; and ln 2 exactly at step 1."""
+    stored, live, parts = (options(home, tmp_path / name, reference=kind, lora_r=lora_r, merge="never") for name, kind in (
+        ("stored", "stored"), ("live", "live"), ("parts", "live")))
+    preferred(stored)
+    preferred(live)
+    assert metrics(live, "loss") == pytest.approx(metrics(stored, "loss"), rel=1e-5)
+    assert metrics(live, "eval_margin") == pytest.approx(metrics(stored, "eval_margin"), rel=1e-4, abs=1e-5)
+    assert metrics(live, "loss")[0] == pytest.approx(math.log(2), abs=1e-7)
+    assert not (tmp_path / "live" / "reference").exists()
+    if lora_r:
+        return
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "over", lambda trainer: trainer.done == 4)
+        patch.setattr(dpo.EvaluatedSaves, "finish", lambda saves: (saves.save_unevaluated(), setattr(saves.run, "interrupted", 15)))
+        assert dpo.dpo(parts, lambda _: None).exit_code == 143
+    preferred(parts)
+    assert metrics(parts, "loss") == metrics(live, "loss")
+    digests = [weights_digest(open_artifact(Path(config.out) / "model").tensors) for config in (live, parts)]
     assert digests[0] == digests[1]
 
 
@@ -163,6 +188,27 @@ def test_schemas_say_the_same_pair(tmp_path: Path):
     texts = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}, {"chosen": "2+2=4", "rejected": "2+2=5"}]
     plain = [render_pairs(read_preferences(write(tmp_path / "pairs.jsonl", [row])), tokenizer, stops, length=128)[0][0] for row in texts]
     assert np.array_equal(plain[0].tokens, plain[1].tokens)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("schema", ["explicit", "implicit", "text beside conversations", "tools"])
+def test_a_run_on_conversations_passes_its_own_audit_in_every_schema(schema: str, home: Path, tmp_path: Path):
+    """Whole runs: what reads a row is not all that must know a side from a turn."""
+    made = []
+    for row in sums():
+        prompt, good, bad = chat(row["prompt"]), [chat("", row["chosen"])[1]], [chat("", row["rejected"])[1]]
+        made.append({"explicit": {"prompt": prompt, "chosen": good, "rejected": bad},
+                     "implicit": {"chosen": prompt + good, "rejected": prompt + bad},
+                     "text beside conversations": {"prompt": row["prompt"], "chosen": prompt + good, "rejected": prompt + bad},
+                     "tools": {"prompt": prompt, "chosen": good, "rejected": bad, "tools": [TOOL]}}[schema])
+    said: list[str] = []
+    config = options(home, tmp_path / "run", data=(str(write(tmp_path / "pairs#1.jsonl", made)),), max_length=64, batch_tokens=512,
+                     micro_batch_tokens=256, max_steps=2)
+    dpo.dpo(config, said.append)
+    assert any("PROVEN    rendered: " in line for line in said)
+    assert metrics(config, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_what_is_too_long_is_cut_alike_or_dropped(tmp_path: Path):
@@ -216,6 +262,30 @@ def test_a_reference_that_moves_is_stopped(home: Path, tmp_path: Path, monkeypat
     with stopped_by("reference"):
         dpo.dpo(options(home, tmp_path / "run"), lambda _: None)
     assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("check", ["live reference", "reference"])
+def test_a_live_reference_that_moves_is_stopped(check: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It shares the policy's tensors from some step on: seen with the next save by its bits, and at the end by the parent's."""
+    usual, asked = LiveReference.attached, []
+
+    def moving(self: LiveReference, batch: Batch) -> Batch:
+        asked.append(1)
+        if len(asked) == 8:
+            self.model.embed.weight.data.mul_(1.5)
+        return usual(self, batch)
+
+    monkeypatch.setattr(LiveReference, "attached", moving)
+    if check == "reference":
+        monkeypatch.setattr(preference_data, "check_live_reference", lambda data: [])
+    with stopped_by(check):
+        dpo.dpo(options(home, tmp_path / "run", reference="live"), lambda _: None)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_live_reference_of_a_loss_without_one_is_refused(home: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="simpo, which has no reference"):
+        dpo.dpo(options(home, tmp_path / "run", reference="live", loss_type="simpo"), lambda _: None)
 
 
 def test_a_changed_reference_file_or_parent_is_refused_on_resume(home: Path, tmp_path: Path):

@@ -27,7 +27,7 @@ from assay.verdict import Outcome
 from tests.editing.test_memit import six
 
 TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
-         "--prefix-tokens 8 --drift-tokens 1000 --trace-facts 2")
+         "--prefix-tokens 8 --drift-tokens 1000 --trace-facts 1 --probe-rounds 1")
 
 
 def row(fact: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def options(tmp_path: Path, *rows: dict[str, Any], more: str = "") -> Edit:
 def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)
-    rows = [row(fact) for fact in tiny_facts.fact_edits(4)]
+    rows = [row(fact) for fact in tiny_facts.fact_edits(2)]
     flags = options(tmp_path, *rows, rows[0] | {"name": "ghost", "subject": "borin"}, more="--json --window 2")
     killed_before_the_probe(flags)
     assert verb.run(flags) == 3  # a refused request is no success
@@ -68,7 +68,7 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert {name for name in before if not torch.equal(before[name], after[name])} == {f"blocks.{i}.mlp.down.weight" for i in (0, 1)}
     written = json.loads((tmp_path / "run" / "edits.json").read_text())
     assert [one["after"]["said"].split(".")[0] for one in written["replies"] if one["question"]["kind"] == "efficacy"] == [
-        f" {fact.target}" for fact in tiny_facts.fact_edits(4)]
+        f" {fact.target}" for fact in tiny_facts.fact_edits(2)]
     assert (tmp_path / "run" / "causal.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "run" / "causal.json").read_text())["chosen"] == [0, 1]
     assert [event["kind"] for event in read_chain(tmp_path / "run" / "ledger.jsonl").events if event["kind"] != "time"] == [
@@ -114,14 +114,14 @@ def test_a_tuned_edit_is_written_proven_and_measured(tmp_path: Path, monkeypatch
     """Through the recipe: a row's own rephrasing is sought, the paraphrase is evaluated, and the report knows ranks and relations."""
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)
-    rows = [row(fact) | {"rephrasings": ["They know that {} lives in"], "relation": "home"} for fact in tiny_facts.fact_edits(3)]
+    rows = [row(fact) | {"rephrasings": ["They know that {} lives in"], "relation": "home"} for fact in tiny_facts.fact_edits(2)]
     more = "--layers 0-1 --method tune --tune-steps 30 --tune-lr 0.01 --tune-hold 0.5 --moment-tokens 1500 --probe-samples 0 --goal-drift 1"
     outcome = recipe.edit(options(tmp_path, *rows, more=more))
     judged = {verdict.check: verdict.outcome for verdict in outcome.verdicts}
     assert judged["search"] is judged["figures"] is judged["replies"] is judged["hashes"] is Outcome.PROVEN
     assert outcome.results["efficacy, reciprocal rank, after"].mean > outcome.results["efficacy, reciprocal rank, before"].mean
     written = json.loads((tmp_path / "run" / "edits.json").read_text())
-    assert written["relations"]["home"]["facts"] == 3
+    assert written["relations"]["home"]["facts"] == 2
     assert written["relations"]["home"]["efficacy, median rank"] < 10
     assert all(isinstance(one["after"]["rank"], int) for one in written["replies"])
 

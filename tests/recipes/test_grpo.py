@@ -31,7 +31,7 @@ from assay.store.checkpoint import open_checkpoint, step_folder, step_folders
 from assay.testing.tiny_models import tiny_tokenizer
 from assay.verdict import Outcome
 from tests.recipes.sittings import rows
-from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven, write
+from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, unproven, write
 from tests.refusals import stopped_by
 
 
@@ -41,8 +41,8 @@ def whole(knows_sums: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapter(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return taught(tmp_path_factory.mktemp("adapter"), whole.parent.parent / "model", lora_r=4, steps=10)
+def adapter(sums_adapter: Path) -> Path:
+    return sums_adapter
 
 
 @pytest.fixture(autouse=True)
@@ -242,8 +242,11 @@ def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, 
     """Too hard a task: the run goes on until it is sure, says so, and claims nothing."""
     write(tmp_path / "hard.jsonl", [{"prompt": f"{a}+{b}=", "gold": "99"} for a in range(10) for b in range(10)])
     config = options(adapter, tmp_path / "run", data=(str(tmp_path / "hard.jsonl"),), max_steps=2, refill=2)
-    gain = reinforced(config)[-1]
+    told: list[str] = []
+    gain = reinforced(config, told.append)[-1]
     assert "not shown" in gain.reason
+    assert "on prompts that nothing was chosen by" in gain.reason
+    assert f"{gain.evidence['prompts'] + 8} held out" in " ".join(told)  # evaluations had the other eight
     assert [row["groups"] for row in steps_of(config)] == [12, 12]  # four places, each filled three times
     assert [row["grad_norm"] for row in steps_of(config)] == [0.0, 0.0]
     first, last = (open_checkpoint(step_folder(tmp_path / "run" / "checkpoints", step)) for step in (0, 2))

@@ -61,7 +61,8 @@ def metrics(config: Kto, name: str) -> list[float]:
     return [row[name] for row in rows(Path(config.out) / "metrics.jsonl") if name in row]
 
 
-@pytest.mark.parametrize("changed", [{"lora_r": 4}, {"loss_type": "apo_zero_unpaired", "shards": 3}], ids=["lora", "apo"])
+@pytest.mark.parametrize("changed", [{"lora_r": 4, "reference": "live"},
+                                     {"loss_type": "apo_zero_unpaired", "shards": 3, "reference": "live"}], ids=["lora", "apo"])
 def test_a_run_learns_what_is_desirable_and_hands_it_over(changed: dict[str, Any], home: Path, tmp_path: Path):
     config, said = options(home, tmp_path / "run", **changed), []
     found = kto.kto(config, said.append)
@@ -112,6 +113,20 @@ def test_a_kl_of_other_completions_is_stopped_before_step_1(home: Path, tmp_path
 def test_rows_that_say_nothing_are_refused_by_file_and_line(row: dict[str, Any], words: str, tmp_path: Path):
     with pytest.raises(DataError, match=f"answers.jsonl:1: .*{words}|answers.jsonl:1: {words}"):
         read_feedback(write(tmp_path / "answers.jsonl", [row]))
+
+
+def test_a_run_on_conversations_passes_its_own_audit(home: Path, tmp_path: Path):
+    """Labelled rows and pairs in one file."""
+    turn = lambda role, said: [{"role": role, "content": said}]
+    rows = [{"prompt": turn("user", row["prompt"]), "completion": turn("assistant", row["completion"]), "label": row["label"]}
+            for row in answers()]
+    rows += [{"prompt": turn("user", f"{n}?"), "chosen": turn("assistant", f"yes {n}"), "rejected": turn("assistant", f"no {n}")}
+             for n in range(20)]
+    config = options(home, tmp_path / "run", data=(str(write(tmp_path / "answers.jsonl", rows)),), max_length=64, batch_tokens=512,
+                     micro_batch_tokens=256, max_steps=2)
+    said: list[str] = []
+    kto.kto(config, said.append)
+    assert any("PROVEN    rendered: " in line for line in said)
 
 
 def test_one_label_alone_is_refused_and_pairs_are_two_labelled_rows(tmp_path: Path):

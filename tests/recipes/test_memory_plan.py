@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_with_fsdp_process_0_samples_from_a_whole_copy():
     assert four.parts["moments"] * 4 == alone.parts["moments"]
     assert four.parts["sampler"] == 2 * model.parameters
     assert four.parts["reference"] == 4 * model.parameters
+
+
+def test_with_fsdp_a_frozen_base_and_a_fresh_model_are_opened_in_parts():
+    """Nothing of process 0's is the size of the model, before step 1 neither."""
+    model = real("Qwen3-8B")
+    for lora_r, bytes_held in ((16, 2), (0, 12)):
+        work = PlannedWork(1, 1024, lora_r=lora_r, checkpointing=True, processes=64)
+        whole, parts = (plan_memory(model, replace(work, streamed=streamed)) for streamed in (False, True))
+        assert whole.total > bytes_held * model.parameters
+        assert parts.total < (bytes_held + 1) / 2 * model.parameters
 
 
 def test_what_does_not_fit_is_refused_with_what_would():

@@ -15,6 +15,7 @@ import pytest
 
 from assay.cli import run as cli_run
 from assay.errors import UsageError
+from assay.recipes import pipeline
 from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
 from assay.recipes.pipeline_plan import KINDS, Gate, PipelinePlan, Stage, read_plan
 from assay.report.pipeline_page import (
@@ -176,10 +177,10 @@ stages:
     assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": True, "corpus": False, "compare": True}
     assert (tmp_path / "out" / "earlier" / "1-corpus").is_dir()
     (tmp_path / "out" / "tokenizer" / "tokenizer.json").write_text("{}")  # what a stage made is not what it made any more
-    assert run_pipeline(plan(tmp_path, text.replace("280", "281")), lambda _: None) == 0
-    assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": False, "corpus": False, "compare": True}
+    assert run_pipeline(plan(tmp_path, text.replace("new=", "other=")), lambda _: None) == 0
+    assert {name: stage["ran_before"] for name, stage in record(tmp_path).items()} == {"tokenizer": False, "corpus": True, "compare": False}
     ran = [event["stage"] for event in Ledger(tmp_path / "out" / "pipeline.jsonl").events() if event["kind"] == "stage"]
-    assert ran == ["tokenizer", "corpus", "compare", "corpus", "tokenizer", "corpus"]
+    assert ran == ["tokenizer", "corpus", "compare", "corpus", "tokenizer", "compare"]
 
 
 def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
@@ -187,8 +188,19 @@ def test_marks_that_a_later_proof_leaves_are_no_change(tmp_path):
     before = digest_of_path(tmp_path / "m")
     write_hallmark(checkpoint, [proven("x", "y")])
     assert digest_of_path(tmp_path / "m") == before
+    (tmp_path / "m" / "config.json").rename(tmp_path / "m" / "configs.json")  # the same bytes in the same order
+    assert digest_of_path(tmp_path / "m") != before
+    (tmp_path / "m" / "configs.json").rename(tmp_path / "m" / "config.json")
+    assert digest_of_path(tmp_path / "m") == before
     (tmp_path / "m" / "config.json").write_text("{}")
     assert digest_of_path(tmp_path / "m") != before
+
+
+def test_a_stage_that_ends_well_and_wrote_nothing_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline.StageProcesses, "run", lambda *_, **__: pipeline.StageEnd(0, "all is well", 0.1))
+    assert run_pipeline(plan(tmp_path, "stages: {tiny: {options: {what: sums}}}"), lambda _: None) == 1
+    assert (record(tmp_path)["tiny"]["state"], record(tmp_path)["tiny"]["made"]) == ("failed", None)
+    assert record(tmp_path)["tiny"]["sentence"] == f"it ended with 0, and {tmp_path}/out/tiny is not there"
 
 
 def test_a_pipeline_that_was_killed_goes_on_where_it_stopped(tmp_path):

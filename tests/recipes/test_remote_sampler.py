@@ -13,12 +13,14 @@ from assay.errors import AssayError, GuardStop, UsageError
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.remote import HttpServer, RemoteDraw, RemoteReply, VllmServer, connect, fault_of_reply
 from assay.guard.policy_identity import LogprobFloor, check_identity
-from assay.guard.remote_policy import canary_prompts, check_engine_floor, check_importance, floor_of_server
+from assay.guard.remote_policy import NO_FLOOR, canary_prompts, check_engine_floor, check_importance, floor_of_server
 from assay.learn.importance import corrected, truncated_importance
 from assay.recipes import grpo as recipe
+from assay.recipes.remote_sampler import RemoteSampler
 from assay.serving.engine_thread import EngineThread, ServerSize
 from assay.serving.server import serve_in_background
 from assay.store.checkpoint import step_folders
+from assay.testing.tiny_models import save_model, tiny_model, tokenizer_and_stops
 from assay.verdict import Outcome
 from assay.zoo import catalogue
 from tests.recipes.sums import events, options, reinforced, steps_of, taught, unproven
@@ -206,3 +208,20 @@ def test_the_floor_of_an_engine_is_rounding_or_refused(mean: float, dtype: torch
     verdict = check_engine_floor(LogprobFloor(mean, mean, 100, 2.7e-3 if dtype == torch.bfloat16 else 0.0), "vLLM", dtype, same=same)
     assert verdict.outcome is outcome
     assert re.search("rounding explains|--no-vllm-importance-sampling-correction|differ by", verdict.reason)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_where_nothing_is_corrected_what_is_drawn_may_differ_by_nothing(cap: float | None, tmp_path: Path):
+    """However far apart engine and trainer were found, or the trainer from itself."""
+    model, (tokenizer, stops) = tiny_model(), tokenizer_and_stops()
+    serving = EngineThread(ServerSize(slots=2, takes_weights=True))
+    serving.open("policy", save_model(tmp_path / "policy", model).folder)
+    with serve_in_background(serving) as url:
+        sampler = RemoteSampler(model, tokenizer, stops, connect(url, temperature=1.0, adapters=False),
+                                write=lambda folder, _: save_model(folder, model), folder=tmp_path / "handed", texts=[range(40, 60)],
+                                temperature=1.0, cap=cap)
+        sampler.load(0)
+        assert {verdict.outcome for verdict in sampler.verdicts()} == {Outcome.PROVEN}
+        sampler.floor = wide = LogprobFloor(0.02, 0.07, 35)
+        floors = sampler.identity_floor(wide), sampler._canary_floor(sampler._ask_canaries())
+    assert all((floor == NO_FLOOR) is (cap is None) for floor in floors)

@@ -9,19 +9,24 @@ import pytest
 import torch
 
 from assay.data.batch import Batch
+from assay.data.chat import render_conversations
+from assay.data.layouts import Conversation
 from assay.data.preferences import read_preferences, render_pairs
 from assay.errors import AssayError, UsageError
 from assay.guard.reward_model_checks import check_reward_head
 from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
+from assay.model.resize_embeddings import with_new_tokens
 from assay.outcome import RunOutcome
 from assay.recipes import hand_over, reward_model, run, starting_model
+from assay.recipes.prompts import read_prompts
 from assay.recipes.reward_model_options import RewardModel
-from assay.recipes.rewards import proven_reward_model
-from assay.reward.model_reward import text_ids, text_reward
+from assay.recipes.rewards import check_reward_readings, proven_reward_model
+from assay.reward.model_reward import reading_ids, text_ids, text_reward
 from assay.reward.reward_functions import parse_rewards
-from assay.reward.worker_pool import RewardItem, RewardWorkers
+from assay.reward.worker_pool import AskedPrompt, RewardItem, RewardWorkers
 from assay.store.artifact import build_model, open_artifact
-from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_methods import other_tokenizer
+from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, proven
 from tests.recipes import sums
@@ -144,6 +149,69 @@ def test_a_reinforcement_run_is_rewarded_by_it_text_by_text(plain_is_better: Pat
         assert row["reward"] == row["rewards"]["model"] == pytest.approx(due, rel=1e-4, abs=1e-5)
     plain, hedged = ([row["reward"] for row in drawn if (" or " in row["text"]) is said] for said in (False, True))
     assert sum(plain) / len(plain) > sum(hedged) / len(hedged)
+
+
+def asked_sums(where: Path, **system: str) -> Path:
+    said = [{"prompt": [*({"role": role, "content": text} for role, text in system.items()), {"role": "user", "content": f"{a}+{b}"}],
+             "gold": str(a + b)} for a in range(5) for b in range(4)]
+    return write(where, said)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with a tokenizer and a template of its own, that prefers numbers to words."""
+    folder = tmp_path_factory.mktemp("stranger")
+    save_model(folder / "base", tiny_model("llama"), tokenizer=other_tokenizer())
+    said = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "chosen": [{"role": "assistant", "content": f"{a + b}"}],
+             "rejected": [{"role": "assistant", "content": "who knows?"}]} for a in range(10) for b in range(10)]
+    with pytest.MonkeyPatch.context() as patch:
+        quietly(patch)
+        found = reward_model.reward_model(options(folder, folder / "run", data=(str(write(folder / "pairs.jsonl", said)),), max_length=64,
+                                                  batch_tokens=1024, micro_batch_tokens=512), lambda _: None)
+    assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
+    return folder / "run" / "model"
+
+
+def test_a_reward_model_of_another_tokenizer_reads_in_its_own_words_and_that_is_said(stranger: Path, home: Path, tmp_path: Path,
+                                                                                    monkeypatch: pytest.MonkeyPatch):
+    sums.unproven(monkeypatch)
+    config = sums.options(home, tmp_path / "run", model=str(home / "base"), data=(str(asked_sums(tmp_path / "asked.jsonl")),),
+                          reward=(f"model:{stranger}",), metric="answer", max_steps=1, save_steps=1)
+    said = list[str]()
+    sums.reinforced(config, said.append)
+    assert any("another tokenizer or template than the policy: 20 of 20 prompts are written by its own template" in line for line in said)
+    drawn, artifact = rows(tmp_path / "run" / "samples.jsonl"), open_artifact(stranger)
+    assert drawn
+    assert artifact.tokenizer is not None
+    for row in drawn[:4]:
+        question = row["prompt"].split("user\n")[1].split("<|im_end|>")[0]
+        messages = ({"role": "user", "content": question}, {"role": "assistant", "content": row["text"]})
+        [example] = render_conversations([Conversation("a:1:b", "a", messages)], artifact.tokenizer, artifact.stops, length=99).examples
+        ids = example.tokens.tolist()
+        with torch.no_grad():
+            due = token_rewards(build_model(artifact), Batch(torch.tensor([ids]), torch.zeros(1, len(ids))),
+                                artifact.tokenizer.ids[REWARD_TOKEN])
+        assert row["rewards"]["model"] == pytest.approx(float(due[0, -1]), rel=1e-4, abs=1e-5)
+
+
+def test_a_completion_that_says_nothing_is_read_between_prompt_and_end(stranger: Path):
+    asked = AskedPrompt("a.jsonl:1", ({"role": "user", "content": "1+2"},))
+    artifact = open_artifact(stranger)
+    assert artifact.tokenizer is not None
+    said, empty, blank = reading_ids(str(stranger), [(asked, "3"), (asked, ""), (asked, " ")])
+    assert [artifact.tokenizer.decode(ids) for ids in (said, empty, blank)] == [  # type: ignore[arg-type]
+        f"<<turn>>user: 1+2<<stop>><<turn>>assistant:{end}" for end in (" 3<<stop>>", "<<stop>>", " <<stop>>")]
+
+
+def test_a_template_that_cannot_write_the_prompts_is_refused_before_the_first_rollout(tmp_path: Path):
+    """None at all, and one that has no system turn."""
+    prompts = read_prompts(str(asked_sums(tmp_path / "asked.jsonl", system="Be brief.")), tiny_tokenizer())
+    for number, (template, words) in enumerate(((None, "has no chat template to read them by"), (
+            "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system turns') }}{%- endif -%}x", "no system turns"))):
+        where = tmp_path / f"reward-{number}"
+        save_model(where, tiny_model("llama"), tokenizer=with_new_tokens(other_tokenizer(template), (REWARD_TOKEN,)))
+        with pytest.raises(UsageError, match=f"--reward model:.*{words}"):
+            check_reward_readings(str(where), tiny_tokenizer(), prompts)
 
 
 def test_no_run_begins_with_a_reward_model_that_is_unproven_or_none(plain_is_better: Path, knows_sums: Path, tmp_path: Path,

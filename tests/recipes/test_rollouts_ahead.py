@@ -23,13 +23,12 @@ from assay.recipes.run import plain
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.testing.tiny_models import tiny_model
-from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, taught, unproven
+from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, unproven
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    whole = taught(tmp_path_factory.mktemp("whole"), steps=60)
-    return taught(tmp_path_factory.mktemp("adapter"), whole.parent.parent / "model", lora_r=4, steps=10)
+def adapter(sums_adapter: Path) -> Path:
+    return sums_adapter
 
 
 @pytest.fixture(autouse=True)

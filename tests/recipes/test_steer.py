@@ -1,6 +1,7 @@
 """Steering: a vector moves the model towards the chosen answers of pairs that made no part of it, costs what is said, and is gone."""
 
 import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,69 @@ def test_a_vector_belongs_to_one_model(home: Path, tmp_path: Path):
     (tmp_path / "odd").write_bytes(b"no")
     with pytest.raises(ArtifactError, match="expected what assay steer wrote"):
         read_steering(tmp_path / "odd")
+
+
+# ---------------------------------------------------------------- in use
+
+
+@pytest.fixture(scope="module")
+def vector(home: Path) -> Path:
+    assert assay(asked(home, home / "vector", "--scale", "0.5", "--max-cost", "1")) == 0
+    return home / "vector"
+
+
+def sampled(home: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert assay(["sample", str(home / "model"), "--prompt", "3: ", "--raw", "--n", "3", "--max-new-tokens", "12", "--device", "cpu",
+                  "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_samples_are_draws_of_the_steered_model_and_say_so(home: Path, vector: Path, capsys: pytest.CaptureFixture[str]):
+    """What is drawn is checked against the steered model by the verb itself; here, against a pass with the vector added by hand."""
+    plain, steered_ones, none = (sampled(home, capsys, *more) for more in ((), ("--steer", str(vector)), ("--steer", f"{vector}:0")))
+    assert [row["ids"] for row in none] == [row["ids"] for row in plain] != [row["ids"] for row in steered_ones]
+    assert "steering" not in plain[0]
+    assert steered_ones[0]["steering"] == {"path": str(vector), "layer": 1, "scale": 0.5}
+    model, said = build_model(open_artifact(home / "model")).eval(), steered_ones[0]
+    tokens = torch.tensor([said["prompt_ids"] + said["ids"]])
+    with torch.no_grad(), steered(model, read_steering(vector), 0.5, open_artifact(home / "model").digest):
+        logp = (model(tokens)[0, :-1] / 0.7).log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+    assert logp[len(said["prompt_ids"]) - 1:].tolist() == pytest.approx(said["logprobs"], abs=1e-4)
+
+
+def test_what_was_measured_is_printed_and_what_was_not_is_said(home: Path, vector: Path, tmp_path: Path,
+                                                               capsys: pytest.CaptureFixture[str]):
+    sampled(home, capsys)
+    for more, words in ((str(vector), "PROVEN steering: chosen over rejected"), (f"{vector}:4", "measured at scale 0.5 and used at 4"),
+                        (str(bare := tmp_path / "bare"), "neither its effect nor its cost is known")):
+        if not bare.exists():
+            bare.mkdir()
+            (bare / "steering.safetensors").write_bytes((vector / "steering.safetensors").read_bytes())
+        assert assay(["sample", str(home / "model"), "--raw", "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu", "--steer",
+                      more]) == 0
+        assert words in capsys.readouterr().out
+
+
+def test_a_vector_of_other_weights_a_wrong_scale_and_other_verbs_are_refused(home: Path, vector: Path, tmp_path: Path,
+                                                                             capsys: pytest.CaptureFixture[str]):
+    save_model(tmp_path / "other", tiny_model("llama", 3))
+    for command, words in ((["sample", str(tmp_path / "other"), "--steer", str(vector)], "another model's directions mean nothing here"),
+                           (["sample", str(home / "model"), "--steer", f"{vector}:much"], "'much' is no number"),
+                           (["sample", str(home / "model"), "--steer", str(tmp_path / "none")], "cannot be read as a steering vector"),
+                           (["probe", str(vector)], "a steering vector, which is no model")):
+        assert assay([*command, "--device", "cpu", *(["--prompt", "a", "--raw"] if command[0] == "sample" else [])]) in (2, 3, 4)
+        assert words in capsys.readouterr().err
+
+
+def test_a_conversation_is_steered_beside_its_plain_twin(home: Path, vector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch):
+    model, saved = str(home / "model"), tmp_path / "talk.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\n/save {saved}\n"))
+    assert assay(["chat", model, "--against", model, "--steer", f"{vector}:30", "--temperature", "0", "--max-new-tokens", "8",
+                  "--max-length", "64", "--device", "cpu"]) == 0
+    steered_one, plain = (json.loads(line) for line in saved.read_text().splitlines())
+    assert steered_one["steering"]["scale"] == 30
+    assert "steering" not in plain
+    assert steered_one["messages"] != plain["messages"]
+    assert "measured at scale 0.5 and used at 30" in capsys.readouterr().err

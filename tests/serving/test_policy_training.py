@@ -9,8 +9,11 @@ import openai
 import pytest
 import torch
 
-from assay.client import Policy, trajectory
-from assay.errors import UsageError
+from assay.cli import run
+from assay.client import ClientTrajectory, Policy, trajectory
+from assay.errors import GuardStop, UsageError
+from assay.recipes.options import Trained
+from assay.serving import policy_training
 from assay.serving.engine_thread import EngineThread, ServerSize
 from assay.serving.policy_training import ServedPolicy
 from assay.serving.server import serve_in_background
@@ -156,11 +159,93 @@ def test_the_page_about_your_agent_works_as_it_is_written(policy, url):
     """Its code, with this server's address and name; a model that knows nothing is rewarded every second time."""
     page = GUIDE.read_text().partition("## Bring your agent")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     code = "\n".join(blocks)
-    for written, here in {"http://127.0.0.1:8000/v1": url, "qwen3-0.6b": "policy", '"5" in t.answer': "len(group) % 2"}.items():
+    for written, here in {"http://127.0.0.1:8000/v1": url, "smollm2-135m": "policy", '"5" in t.answer': "len(group) % 2"}.items():
         assert written in code
         code = code.replace(written, here)
     before, found = policy.model.engine.version, {}
     exec(compile(code, "docs/guide.md", "exec"), found)
     assert found["told"]["before"] == before != policy.model.engine.version
+
+
+# ---------------------------------------------------------------- an adapter on its base
+
+
+@pytest.fixture(scope="module")
+def adapted(served, tmp_path_factory):
+    """An adapter of rank 4 on the base of the policy above."""
+    root, folder = tmp_path_factory.mktemp("adapted"), served[0].model.artifact.path
+    serving = EngineThread(ServerSize(slots=2))
+    options = Trained(out=str(root), model=str(folder), lora_r=4, lora_target_modules=("q_proj",))
+    model = serving.open("policy", folder, learns=True, lora=options)
+    policy = serving.ask(lambda: ServedPolicy(model, root / "out", 1e-2)).result()
+    with serve_in_background(serving, policy=policy) as url:
+        yield policy, url
+
+
+def group(url, members=4):
+    return [talk(url, float(seed % 2), seed) for seed in range(members)]
+
+
+def test_an_adapter_learns_under_its_versions_and_its_base_stays(adapted):
+    policy, url = adapted
+    frozen = {name: parameter.detach().clone() for name, parameter in policy.weights.named_parameters() if not parameter.requires_grad}
+    versions = [policy.model.engine.version]
+    for _ in range(2):
+        with trajectory(url, reward=1.0) as asked:
+            assert say(url, asked, [{"role": "user", "content": "hi"}]).system_fingerprint == asked.version == versions[-1]
+        made = group(url)
+        sampled = {each.id: [turn.ids for turn in policy.find(each.id).finished().turns] for each in made}
+        told = Policy(url).train([[each.id for each in made]])
+        assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(
+            ("version", "every_turn", "token_law", "episode_rewards", "identity", "frozen"), "PROVEN")
+        versions.append(told["version"])
+    assert len(set(versions)) == 3
+    rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()][-len(sampled):]
+    assert {row["id"]: [token for each in row["sequences"] for token, said in zip(each["ids"], each["sampled"], strict=True) if said]
+            for row in rows} == {name: [token for turn in turns for token in turn] for name, turns in sampled.items()}
+    now = dict(policy.weights.named_parameters())
+    assert all(torch.equal(now[name], tensor) for name, tensor in frozen.items())
+    assert all(".q" in name or ".qkv" in name for name in now.keys() - frozen.keys())
+
+
+def test_a_served_adapter_is_saved_as_one_and_goes_on_where_it_stopped(adapted, tmp_path):
+    policy, url = adapted
+    Policy(url).train([[each.id for each in group(url)]])
+    folder = policy.save().folder
+    saved = open_artifact(folder)
+    assert saved.base is not None
+    assert saved.base.digest == policy.model.artifact.digest
+    serving = EngineThread(ServerSize(slots=2))
+    model = serving.open("again", folder, learns=True)
+    again = serving.ask(lambda: ServedPolicy(model, tmp_path / "out", 1e-2)).result()
+    serving.stop()
+    one, other = (dict(each.weights.named_parameters()) for each in (policy, again))
+    assert all(torch.equal(one[name], other[name]) and one[name].requires_grad == other[name].requires_grad for name in one)
+
+
+def test_a_base_that_an_update_changed_ends_the_policy(adapted, monkeypatch):
+    policy, url = adapted
+    usual, made = policy_training.train, group(url)
+
+    def strays(*given, **named):
+        steps = list(usual(*given, **named))
+        with torch.no_grad():
+            policy.weights.embed.weight[0, 0] += 1e-3
+        return steps
+
+    monkeypatch.setattr(policy_training, "train", strays)
+    with pytest.raises(GuardStop, match=r"base of 'policy' changed .*embed"):
+        policy.learn([[each.id for each in made]])
+    opened = ClientTrajectory(**Policy(url)._post("/trajectories", {}))
+    with pytest.raises(openai.InternalServerError, match="start again"):
+        say(url, opened, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--lora-r", "4"), "give --train too"), (("--train", "--lora-alpha", "4"), "--train needs --out"),
+    (("--out", "x"), "for --train alone"), (("--train", "--rollouts", "--out", "x"), "give one of them")])
+def test_a_server_learns_or_takes_weights_or_neither(options, sentence, capsys):
+    assert run(["serve", "nowhere", *options]) == 2
+    assert sentence in capsys.readouterr().err

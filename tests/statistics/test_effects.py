@@ -23,6 +23,7 @@ from assay.statistics.effects import (
     permutation_p,
     runs_effect,
     sign_flip_p,
+    visible_change,
 )
 from assay.statistics.estimate import mean_rate, paired, proportion
 
@@ -158,3 +159,14 @@ def test_what_cannot_be_paired_is_refused():
         paired_effect([1, 2, 3], [1, 2])
     with pytest.raises(DataError, match="proportion"):
         counts_effect(5, 4, 0, 6)
+
+
+def test_the_change_that_an_evaluation_says_it_could_see_is_seen_eight_times_in_ten():
+    """Of scores that change at will, by so much on average; a quarter of it is mostly not seen."""
+    draw = np.random.default_rng(0)
+    before = (draw.random((2000, 200)) < 0.3).astype(float)
+    change = visible_change(before[0])
+    for part, low, high in ((1.0, 0.7, 0.9), (0.25, 0.0, 0.25)):
+        after = (draw.random(before.shape) < 0.3 + part * change).astype(float)
+        assert low < float((stats.ttest_rel(after, before, axis=1).pvalue < 0.05).mean()) < high
+    assert visible_change(np.zeros(8)) > 0

@@ -181,12 +181,12 @@ def killed_at_random(times: int, seed: int, floats: int = 64 << 10) -> Tally:
     return tally
 
 
-def killed_at_every_operation(fast: bool = False) -> Tally:
-    """Our own shim kills the process instead of each operation of one round of save, hallmark, log and retain."""
+def killed_at_every_operation(fast: bool = False, stride: int = 1) -> Tally:
+    """Our own shim kills the process instead of each operation (or one of `stride`) of one round of save, hallmark, log and retain."""
     tally = Tally("kill -9 at every disk operation of one round")
     with _place(fast) as folder:
         live(folder / "before", 1, 2, _ignore)
-        for at in range(1, 10_000):
+        for at in range(1, 10_000, stride):
             shutil.copytree(folder / "before", folder / "now")
             writer = Writer(partial(_live_killed, folder / "now", at))
             said = writer.said()

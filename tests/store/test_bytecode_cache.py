@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from assay.store.bytecode_cache import _compiled_every_time, _ours_alone
+
 ASKED = """
 import sys
 from assay.cli import main
@@ -64,3 +66,30 @@ def test_a_folder_that_others_may_write_to_is_not_read(library: Path, tmp_path: 
     (cache / "bytecode").chmod(0o777)
     assert command(library, cache, PYTHONDONTWRITEBYTECODE="1") == "None"
     assert not compiled(cache)
+
+
+def test_where_the_user_keeps_bytecode_it_stays_and_a_cache_that_cannot_be_made_costs_nothing(library: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert command(library, cache, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(tmp_path / "mine")) == str(tmp_path / "mine")
+    assert not cache.exists()
+    cache.write_text("a file is in the way")
+    assert command(library, cache, PYTHONDONTWRITEBYTECODE="1") == "None"
+
+
+def test_a_folder_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    assert _ours_alone(tmp_path)
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert not _ours_alone(tmp_path)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_library_where_python_may_not_write_is_compiled_every_time(writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "unheard_of.py").write_text("")
+    (tmp_path / "folder_alone").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    assert _compiled_every_time("unheard_of") is not writable
+    assert not any(map(_compiled_every_time, ("no_such_library", "folder_alone", "math"))), "nothing of them is compiled"

@@ -9,9 +9,9 @@ from tests.store.campaign import FILES, FOLDERS, LEDGER, Tally
 
 PARTS: dict[str, Callable[[], Tally]] = {
     "killed at random": lambda: campaign.killed_at_random(15, seed=0),
-    "killed at every operation": lambda: campaign.killed_at_every_operation(fast=True),
-    "starved": lambda: campaign.starved(stride=11),
-    "flipped": lambda: campaign.flipped((0x04,), stride=3),
+    "killed at every other operation": lambda: campaign.killed_at_every_operation(fast=True, stride=2),
+    "starved": lambda: campaign.starved(stride=17),
+    "flipped": lambda: campaign.flipped((0x04,), stride=5),
     "power cut": lambda: campaign.power_cut(3),
     "hostile headers": lambda: campaign.header_fuzz(2000, seed=0),
 }

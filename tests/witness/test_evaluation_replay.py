@@ -10,6 +10,7 @@ import pytest
 
 from assay.cli import run
 from assay.evaluation import eval_witness
+from assay.evaluation.eval_witness import ask_eval_witness
 from assay.evaluation.tasks.answers import canonical, make_problem
 from assay.reward.answer import read_answer, read_number, same_answer
 from assay.testing.tiny_models import save_adapter
@@ -48,15 +49,12 @@ def sampled(place: Path) -> Path:
     """With a fresh process as witness."""
     words = ("--task", "gsm8k", "--data", str(place / "problems.jsonl"), "-k", "3", "--temperature", "0.8", "--top-k", "40",
              "--top-p", "0.9", "--max-new-tokens", "8")
-    found = evaluated(place, "sampled", *words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_witness, "ask_eval_witness", ask_eval_witness)  # in a process of its own, which the other tests do without
+        found = evaluated(place, "sampled", *words)
     assert [(each["check"], each["outcome"]) for each in found] == [(check, "PROVEN") for check in CHECKS], found
     assert "transformers' own tokenizer and template" in found[0]["reason"]
     return place / "sampled"
-
-
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same witness, without the seconds that a process takes to import."""
-    monkeypatch.setattr(eval_witness, "ask_eval_witness", judge_evaluation)
 
 
 @pytest.mark.parametrize(("task", "words", "unproven"), [
@@ -64,15 +62,13 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", ("--data", "texts.jsonl"), ["witness scores"]),
     ("graded", ("--data", "problems.jsonl", "--grader", "answer", "--max-new-tokens", "4"), ["witness scores"])])
 def test_clean_evaluations_are_proven(task: str, words: tuple[str, ...], unproven: list[str], place: Path, monkeypatch: pytest.MonkeyPatch):
-    in_this_process(monkeypatch)
     monkeypatch.chdir(place)
     found = evaluated(place, task, "--task", task, *words)
     assert [each["check"] for each in found if each["outcome"] == "UNPROVEN"] == unproven, found
     assert not [each for each in found if each["outcome"] == "REFUTED"]
 
 
-def test_an_adapter_is_scored_by_peft(place: Path, monkeypatch: pytest.MonkeyPatch):
-    in_this_process(monkeypatch)
+def test_an_adapter_is_scored_by_peft(place: Path):
     save_adapter(place / "adapter", place / "model")
     found = evaluated(place, "adapted", "--task", "arithmetic", "--limit", "3", "--max-new-tokens", "4", model="adapter")
     assert [each["outcome"] for each in found] == ["PROVEN"] * 3, found
@@ -100,7 +96,6 @@ def test_what_was_changed_is_refuted(check: str, change: dict[str, Any], sampled
 
 
 def test_greedy_texts_must_be_the_likeliest(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    in_this_process(monkeypatch)
     found = evaluated(place, "greedy", "--task", "arithmetic", "--limit", "4", "--max-new-tokens", "4")
     assert [each["outcome"] for each in found] == ["PROVEN"] * 3, found
 
@@ -118,12 +113,11 @@ def test_what_it_does_not_know_is_unproven_with_its_reason(place: Path, sampled:
     assert {each["reason"] for each in found} == {"--witness 0"}
     with monkeypatch.context() as patch:
         patch.setitem(eval_witness.MOST_EVAL_WORK, "cpu", 1.0)
-        in_this_process(patch)
         prompts, texts, scores = evaluated(place, "large", "--task", "arithmetic", "--limit", "3", "--max-new-tokens", "4")
     assert (prompts["outcome"], texts["outcome"], scores["outcome"]) == ("PROVEN", "UNPROVEN", "UNPROVEN")
     assert "are more than a second reading on cpu may take" in texts["reason"]
     monkeypatch.setattr(eval_witness.sys, "executable", "/bin/false")
-    assert {verdict.outcome for verdict in eval_witness.ask_eval_witness(sampled, "cpu")} == {Outcome.UNPROVEN}
+    assert {verdict.outcome for verdict in ask_eval_witness(sampled, "cpu")} == {Outcome.UNPROVEN}
 
 
 def test_answers_are_read_as_the_evaluation_reads_them():

@@ -11,8 +11,8 @@ import pytest
 from assay.recipes import grpo, hand_over, run
 from assay.recipes.witness_records import look_folder, looks_verdicts, pending_looks
 from assay.testing.tiny_training import RecordingProver
-from assay.verdict import Outcome, Verdict, proven
-from assay.witness.due_looks import LOOKS, judge_look, judge_looks
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
+from assay.witness.due_looks import LOOKS, judge_look, judge_looks, looks_summary
 from tests.recipes.sums import options, taught
 
 
@@ -75,6 +75,8 @@ def a_training_prompt(facts: dict[str, Any]) -> None:
     (lambda facts: facts.update(temperature=0.5), "it was drawn at temperature 0.5"),
     (a_training_prompt, "are not among the 30 that are held out"),
     (lambda facts: facts.update(whole=True), "4 prompts were asked, 30 are held out"),
+    (lambda facts: facts["asked"].append(facts["asked"][0]), "1 of 5 prompts were asked twice"),
+    (lambda facts: facts["items"][0]["samples"].pop(), "[1, 2] completions of a prompt, 2 were asked for"),
 ])
 def test_what_was_changed_is_refuted(change: Callable[[dict[str, Any]], object], words: str, run_folder: Path, tmp_path: Path):
     shutil.copytree(run_folder / "witness", tmp_path / "run" / "witness")
@@ -85,6 +87,25 @@ def test_what_was_changed_is_refuted(change: Callable[[dict[str, Any]], object],
     (folder / "record.json").write_text(json.dumps(facts))
     said = judge_look(folder)
     assert (said.outcome, words in said.reason) == (Outcome.REFUTED, True), str(said)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"left_out": "it was too dear"}, "was not looked at again: it was too dear"),
+    ({"model": "nowhere/step-000002"}, "step-000002, the checkpoint that was evaluated, is no longer there")])
+def test_what_cannot_be_looked_at_is_unproven_and_says_why(change: dict[str, Any], words: str, run_folder: Path, tmp_path: Path):
+    folder = look_folder(tmp_path / "run", "000002")
+    shutil.copytree(look_folder(run_folder, "000002"), folder)
+    shutil.copy(run_folder / "config.yaml", tmp_path / "run")
+    (folder / "record.json").write_text(json.dumps(json.loads((folder / "record.json").read_text()) | change))
+    said = judge_look(folder)
+    assert (said.outcome, words in said.reason) == (Outcome.UNPROVEN, True), str(said)
+
+
+def test_one_look_that_is_refuted_refutes_them_all():
+    good, bad = proven(LOOKS, "fine", look="a"), refuted(LOOKS, "b: other texts", look="b")
+    assert looks_summary([good, bad]).outcome is Outcome.REFUTED
+    assert looks_summary([good, unproven(LOOKS, "c was not looked at", optional=True)]).reason.endswith("; 1 not: c was not looked at")
+    assert looks_summary([]).outcome is Outcome.UNPROVEN
 
 
 def test_greedy_answers_and_a_users_function(parent: Path, tmp_path: Path):

@@ -242,6 +242,10 @@ def test_a_replay_is_kept_where_two_percent_of_the_time_pay_for_it(tmp_path: Pat
     assert pace.too_dear(expected=1.0) is not None, "what was measured counts, not what was expected"
     clock[0] = 3000.0
     assert pace.too_dear(expected=1.0) is None
+    pace.kept.append(tmp_path / "not replayed yet")
+    assert pace.too_dear(expected=1.0) is not None, "those that wait for their replay will take as long"
+    clock[0] = 4500.0
+    assert pace.too_dear(expected=1.0) is None
 
 
 @pytest.mark.usefixtures("recording")

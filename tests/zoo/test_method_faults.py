@@ -12,6 +12,7 @@ REASONS = {
     "KTO's weights exchanged": "the objective and its formula written out",
     "score head as it began": "the score head is the one that it began with",
     "reward of the first token": "the objective and its formula written out",
+    "reward model asked in the policy's template": "<|im_end|> stands in its prompts and is no token of its tokenizer",
     "teacher off by one token on the student's own words": "the teacher scores other tokens than those that were drawn",
     "student's words masked one token late": "ids were retokenised, shifted or masked",
     "whole text of the student learned": "ids were retokenised, shifted or masked",

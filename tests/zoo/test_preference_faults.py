@@ -9,6 +9,7 @@ REASONS = {
     "reference of another model": "the reference is not the model that is trained",
     "reference's log-probabilities shifted by one": "the reference has moved, or is another model",
     "reference that moves": "the reference has moved, or is another model",
+    "live reference in the policy's tensors": "shares tensors with the policy that learn",
     "ln 2 for ever": "the weights move and the loss does not",
     "swapped columns": "Chosen and rejected are swapped",
     "chosen is rejected": "pairs.jsonl:25: chosen and rejected are the same",

@@ -13,6 +13,8 @@ REASONS = {
     "prompts learned from step 2 on": "196 tokens were learned from",
     "packed texts see each other": "the gradients of 14 of 14 tensors",
     "the divergence turned round": "its loss was",
+    "chosen and rejected swapped as they are read": "are not those of these texts",
+    "labels turned round as they are read": "are not those of these texts",
     "completions drawn and not learned from": "are not those of these texts",
     "the next rollout's prompts in this one's place": "the prompts are not those that were due",
     "advantages of the wrong sign": "are not those of these texts",
