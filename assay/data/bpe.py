@@ -98,12 +98,13 @@ def _measure(tokenizer: Tokenizer, sources: list[TextSource], rule: DocumentRule
 
 
 def _read(sources: list[TextSource], rule: DocumentRule, seed: int) -> Iterator[tuple[Document, bool]]:
-    """Every document, and whether it is kept from training. An empty text is an error here, not a useless tokenizer."""
+    """Every document, and whether it is kept from training: never the first, which may be all there is. An empty text is an error here, not
+    a useless tokenizer."""
     trained = 0
     left_out: Counter[str] = Counter()
     for source in sources:
         for document in iter_documents(source, rule, left_out):
-            kept = derive(seed, "tokenizer-sample", document.id) < COMPRESSION_SHARE * (1 << 63)
+            kept = trained > 0 and derive(seed, "tokenizer-sample", document.id) < COMPRESSION_SHARE * (1 << 63)
             trained += not kept
             yield document, kept
     if not trained:

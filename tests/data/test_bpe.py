@@ -59,6 +59,13 @@ def test_compression_is_measured_on_text_not_trained_on(jsonl: Path, texts: list
     assert set(compression.bytes) <= {len(text.encode()) for text in texts}
 
 
+def test_a_text_of_one_document_is_trained_on_whatever_its_name(tmp_path: Path) -> None:
+    """One name in twenty would be kept for the measurement, and nothing be left."""
+    for number in range(60):
+        (text := tmp_path / f"{number}.txt").write_text("one text and no other, " * 20)
+        assert train_tokenizer([text], 270, rule=DocumentRule())[1].bytes == []
+
+
 def test_what_cannot_be_trained_is_refused(jsonl: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 259"):
         train_tokenizer([jsonl], 258, rule=DocumentRule())
