@@ -19,7 +19,7 @@ from assay.learn.objectives import Objective, next_token
 from assay.model.attention import PADDING
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
-from assay.statistics.estimate import Estimate, bits_per_byte, ratio
+from assay.statistics.estimate import Estimate, bits_per_byte, cost_ratio
 
 SAME_SUM = 1e-6  # relative: sums in another order
 
@@ -78,7 +78,7 @@ def score_examples(model: Transformer, batches: Iterable[Batch], *, rows: int, o
         tokens.append(sums.index_add_(0, places[used], weight[used]))
     cost, count = (torch.cat(parts).numpy() for parts in (nll, tokens))
     cost, count = cost[count > 0], count[count > 0]
-    found = HeldOut(ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count, digest=read.hexdigest())
+    found = HeldOut(cost_ratio(cost, count), unit, float(cost.sum() / count.sum()), cost / count, tokens=count, digest=read.hexdigest())
     tally.require_same(found)
     return found
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from assay.errors import UsageError
 from assay.evaluation.task import GenerationTask, MultipleChoiceTask, Task
-from assay.statistics.estimate import Estimate, bits_per_byte, clustered, clustered_rate, majority, mean, mean_rate, pass_at_k, ratio
+from assay.statistics.estimate import Estimate, bits_per_byte, clustered, clustered_rate, cost_ratio, majority, mean, mean_rate, pass_at_k
 
 _Rows = Sequence[Mapping[str, Any]]
 _LISTED = 20
@@ -68,6 +68,6 @@ def _chosen(task: MultipleChoiceTask, rows: _Rows) -> dict[str, Estimate]:
 
 def _read(rows: _Rows) -> dict[str, Estimate]:
     nll = [-row["nats"] for row in rows]
-    per_token = ratio(nll, [row["tokens"] for row in rows])
+    per_token = cost_ratio(nll, [row["tokens"] for row in rows])
     perplexity = Estimate(math.exp(per_token.mean), math.exp(per_token.low), math.exp(per_token.high), per_token.n, per_token.level)
     return {"bits per byte": bits_per_byte(nll, [row["bytes"] for row in rows]), "perplexity per token": perplexity}

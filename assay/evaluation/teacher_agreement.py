@@ -15,7 +15,7 @@ from assay.errors import DataError
 from assay.learn.distillation import capped_logits, chunks, flat_states, shared_vocab, top_k_kl
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
-from assay.statistics.estimate import Estimate, clustered, ratio
+from assay.statistics.estimate import Estimate, clustered, cost_ratio
 
 
 class TokenAgreement(NamedTuple):
@@ -40,7 +40,7 @@ class Agreement:
 
     def estimates(self) -> dict[str, Estimate]:
         means = {"kl": self.kl, "student_ce": self.student_ce, "teacher_ce": self.teacher_ce}
-        known = {name: ratio(values * self.tokens, self.tokens) for name, values in means.items() if values is not None}
+        known = {name: cost_ratio(values * self.tokens, self.tokens) for name, values in means.items() if values is not None}
         counts = self.tokens.astype(np.int64)
         alike, document = np.rint(self.top1 * counts).astype(np.int64), np.repeat(np.arange(len(counts)), counts)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # a token's place in its document

@@ -156,7 +156,13 @@ def bits_per_byte(nll_nats_per_document: ArrayLike, bytes_per_document: ArrayLik
     nll = finite_vector("document's nll", nll_nats_per_document)
     if (nll < 0).any():
         raise DataError(f"document {int((nll < 0).argmax())} has a negative nll: no probability is above 1")
-    return ratio(nll / math.log(2), finite_vector("document's byte count", bytes_per_document), level=level)
+    return cost_ratio(nll / math.log(2), finite_vector("document's byte count", bytes_per_document), level=level)
+
+
+def cost_ratio(costs: ArrayLike, units: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """`ratio`, of what cannot be below 0, such as a loss: a t-interval of few units that reaches there is cut, and covers as often."""
+    found = ratio(costs, units, level=level)
+    return found if found.mean < 0 else replace(found, low=max(found.low, 0.0))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -10,7 +10,7 @@ from scipy import stats
 from scipy.special import gammaln, xlog1py, xlogy
 
 from assay.errors import DataError
-from assay.statistics.estimate import Estimate, bits_per_byte, clustered, mean, paired, proportion, ratio
+from assay.statistics.estimate import Estimate, bits_per_byte, clustered, cost_ratio, mean, paired, proportion, ratio
 
 PROMISED = 0.94
 
@@ -312,6 +312,14 @@ def test_bits_per_byte_of_a_uniform_byte_model_is_8():
     sizes = np.array([10, 400, 33, 7])
     found = bits_per_byte(sizes * math.log(256), sizes)
     assert (found.mean, found.low, found.high, found.n) == pytest.approx((8, 8, 8, 4), abs=1e-9)
+
+
+def test_the_interval_of_what_cannot_be_negative_ends_at_0():
+    few = bits_per_byte([0.0, 4 * math.log(2)], [2, 2])
+    assert (few.mean, few.low, few.high) == (1.0, 0.0, ratio([0, 4], [2, 2]).high)
+    assert ratio([0, 4], [2, 2]).low < 0, "a difference may be negative"
+    assert cost_ratio([5.0, 5.1], [1, 1]) == ratio([5.0, 5.1], [1, 1]), "where it does not reach there, it is as it was"
+    assert cost_ratio([-3.0, 1.0], [1, 1]) == ratio([-3.0, 1.0], [1, 1]), "what is negative after all is shown so"
 
 
 def test_bits_per_byte_weighs_bytes_not_documents():
