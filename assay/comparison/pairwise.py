@@ -42,6 +42,7 @@ class Comparison:
     notes: tuple[str, ...]
     per_completion_p: float | None
     same_weights: bool = False  # on both sides: what differs is the asking
+    more_than: int | None = None  # units per arm that did not show it, though by the usual formula they would
 
     @property
     def sentence(self) -> str:
@@ -60,6 +61,8 @@ class Comparison:
 
     @property
     def what_it_takes(self) -> str:
+        if self.more_than is not None:
+            return f"more than these {self.more_than:,} {self.unit} per arm would be needed for this effect"
         if self.needed is None:
             return "there is no effect here to plan for" if self.effect.mean == 0 else "how many would be needed cannot be told from these"
         return f"about {self.needed:,} {self.unit} per arm would be needed for this effect"
@@ -69,7 +72,8 @@ class Comparison:
             "before": self.before, "after": self.after, "metric": self.metric, "group": self.group or None,
             "effect": {"mean": self.effect.mean, "low": _or_none(self.effect.low), "high": _or_none(self.effect.high),
                        "level": self.effect.level}, "n": self.effect.n, "unit": self.unit, "p": self.p, "claim": self.claim,
-            "needed": self.needed, "power": POWER, "sentence": self.sentence, "notes": list(self.notes), "same_weights": self.same_weights}
+            "needed": self.needed, "more_than": self.more_than, "power": POWER, "sentence": self.sentence, "notes": list(self.notes),
+            "same_weights": self.same_weights}
         if self.per_completion_p is not None:
             facts["per_completion"] = {"p": self.per_completion_p, "valid": False, "why": NOT_INDEPENDENT}
         return facts
@@ -132,8 +136,11 @@ def _concluded(before: Arm, after: Arm, judged: ArmEffect, adjusted: float, shar
     same = _same_weights_asked_twice(before, after)
     if adjusted <= level and not same:
         claim = "shown worse" if (effect.mean > 0) == judged.lower_is_better else "shown better"
+    needed = effect.needed(1 - share)
+    more_than = effect.per_arm if claim == "not shown" and needed is not None and needed <= effect.per_arm else None
     return Comparison(before.name, after.name, judged.metric, before.group, judged.lower_is_better, interval, adjusted, effect.unit, claim,
-                      effect.needed(1 - share), (*before.notes, *after.notes, *judged.notes), per_completion_p(before, after), same)
+                      needed if more_than is None else None, (*before.notes, *after.notes, *judged.notes),
+                      per_completion_p(before, after), same, more_than)
 
 
 def _judged(before: Arm, after: Arm) -> ArmEffect:

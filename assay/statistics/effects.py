@@ -39,6 +39,7 @@ class Effect:
     p: float
     bounds: Callable[[float], tuple[float, float]]
     settled_by: Callable[[float], int | None]
+    per_arm: int  # units of the smaller arm; of pairs, all
 
     def needed(self, level: float = 0.95) -> int | None:
         """Units per arm that would show an effect of this size at `level`; None where there is none, or no telling."""
@@ -71,7 +72,7 @@ def paired_effect(after: ArrayLike, before: ArrayLike) -> Effect:
     if p < WORTH_A_TEST:
         p = max(p, sign_flip_p(change))
     return Effect(mean, change.size, "problems", p, _t_bounds(centre, error, change.size - 1, limit),
-                  lambda level: needed_pairs(mean, error * math.sqrt(change.size), level=level))
+                  lambda level: needed_pairs(mean, error * math.sqrt(change.size), level=level), change.size)
 
 
 def runs_effect(after: ArrayLike, before: ArrayLike) -> Effect:
@@ -82,7 +83,7 @@ def runs_effect(after: ArrayLike, before: ArrayLike) -> Effect:
     new, old = finite_vector("run after", after), finite_vector("run before", before)
     mean, n = float(new.mean() - old.mean()), new.size + old.size
     if min(new.size, old.size) < 2:  # one run does not say how far runs lie apart
-        return Effect(mean, n, "runs", 1.0, lambda level: (-math.inf, math.inf), lambda level: None)
+        return Effect(mean, n, "runs", 1.0, lambda level: (-math.inf, math.inf), lambda level: None, min(new.size, old.size))
     error, welch = _welch(new, old)
     degrees = welch if min(new.size, old.size) >= 4 else min(new.size, old.size) - 1
     spread = math.sqrt((new.var(ddof=1) + old.var(ddof=1)) / 2)
@@ -90,7 +91,7 @@ def runs_effect(after: ArrayLike, before: ArrayLike) -> Effect:
     if p < WORTH_A_TEST:
         p = max(p, permutation_p(new, old))
     return Effect(mean, n, "runs", p, _t_bounds(mean, error, degrees, _limit(new, old)),
-                  lambda level: needed_runs(mean, spread, level=level))
+                  lambda level: needed_runs(mean, spread, level=level), min(new.size, old.size))
 
 
 def counts_effect(after: int, of_after: int, before: int, of_before: int, *, unit: str = "runs") -> Effect:
@@ -105,7 +106,8 @@ def counts_effect(after: int, of_after: int, before: int, of_before: int, *, uni
 
     bounds(0.95)  # refuses what is no count
     p, new, old = boschloo_p(after, of_after, before, of_before), after / of_after, before / of_before
-    return Effect(new - old, of_after + of_before, unit, p, bounds, lambda level: needed_counts(new, old, level=level))
+    return Effect(new - old, of_after + of_before, unit, p, bounds, lambda level: needed_counts(new, old, level=level),
+                  min(of_after, of_before))
 
 # ---------------------------------------------------------------- tests that hold their level
 

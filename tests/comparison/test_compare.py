@@ -53,6 +53,14 @@ def test_what_is_not_shown_says_what_it_would_take():
     assert found.needed > 3000
 
 
+@pytest.mark.parametrize("n", [6, 8])
+def test_what_so_many_did_not_show_is_not_said_to_be_shown_by_as_many(n):
+    """Five got better and none worse: by the usual formula these are enough, by the exact test they are not."""
+    found = compare([arm("a", [0.0] * n), arm("b", [1.0] * 5 + [0.0] * (n - 5))])[0]
+    assert (found.claim, found.needed, found.to_json()["more_than"]) == ("not shown", None, n)
+    assert f"the interval includes 0; more than these {n} problems per arm would be needed for this effect" in found.sentence
+
+
 def test_the_run_is_the_unit_where_runs_vary():
     """Two of four runs are bad: overwhelming per completion, and not shown."""
     bad, good = [1] * 18, [0] * 18
