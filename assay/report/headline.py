@@ -70,8 +70,14 @@ def _gain_text(gain: Verdict, event: Mapping[str, Any]) -> str:
     estimates = event.get("estimates")
     saved = estimates.get("bits per byte, saved") if isinstance(estimates, dict) else None
     if isinstance(saved, dict) and (change := _interval(saved.get("mean"), saved.get("low"), saved.get("high"))):
-        return f"{change} bits per byte saved (n={saved.get('n', 'unknown')})"
+        return f"{change} bits per byte saved (n={saved.get('n', 'unknown')}){_against_interval(gain, saved['low'], saved['high'])}"
     return gain.reason
+
+
+def _against_interval(gain: Verdict, low: float, high: float) -> str:
+    """Why nothing is shown by an interval that leaves out 0: the exact test does not bear it out."""
+    p = finite_number(gain.evidence.get("p"))
+    return "" if gain.outcome is not Outcome.UNPROVEN or low <= 0 <= high or p is None else f", but p = {p:.2g} by the exact test"
 
 
 def _nearer(fell: Mapping[str, Any]) -> Purpose | None:

@@ -56,6 +56,8 @@ def test_test_time_training_and_edits_are_headed_by_what_they_are_for(tmp_path: 
     saved = {"bits per byte, saved": {"mean": 0.0986, "low": 0.0663, "high": 0.1308, "n": 10}}
     ttt = ended(tmp_path / "ttt", "ttt", [proven("gain", "it helps", gain=0.0986)], estimates=saved)
     assert str(headline(read_run(ttt))) == "gain shown: +0.099 [0.066, 0.131] bits per byte saved (n=10); artifact proven"
+    few = ended(tmp_path / "few", "ttt", [unproven("gain", "not shown", gain=0.0986, p=0.5)], estimates=saved)
+    assert ", 0.131] bits per byte saved (n=10), but p = 0.5 by the exact test; " in str(headline(read_run(few)))
     edit = ended(tmp_path / "edit", "edits", [proven("efficacy", "likelier"), refuted("generated", "0.500 [0.158, 0.900] (n=4), goal 0.8")])
     assert str(headline(read_run(edit))) == "facts not said: 0.500 [0.158, 0.900] (n=4), goal 0.8; artifact refuted"
 
