@@ -19,8 +19,9 @@ sandbox: $(VENV)/.ready   ## bubblewrap, in which generated code runs; where it 
 	{ $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install -y bubblewrap; }; } || $(AS_ROOT) dnf install -y bubblewrap; } \
 	> $(VENV)/sandbox.log 2>&1 < /dev/null || echo "bubblewrap is not installed and could not be: see $(VENV)/sandbox.log"
 
-demo: $(VENV)/.ready sandbox   ## the main job on a tiny model and made data, on the CPU, in minutes
+demo: $(VENV)/.ready sandbox   ## the main job on a tiny model and made data, on the CPU, in minutes; then the same way as a pipeline with gates
 	$(RUN) -m assay demo
+	$(RUN) -m assay pipeline pipelines/tiny.yaml --out demo-run/pipeline
 
 test: lint types unit   ## what CI runs
 
