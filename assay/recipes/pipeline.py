@@ -290,7 +290,8 @@ def _proof_verdict(gate: Gate, document: Any) -> Verdict:
     each = document if isinstance(document, list) else [document]
     outcomes = [Outcome(one["outcome"]) for one in each]
     against = [f"{verdict['check']}: {verdict['reason']}" for one in each for verdict in one["verdicts"] if verdict["outcome"] != "PROVEN"]
-    words = f"{', '.join(one['path'] for one in each)}: {', '.join(outcomes)}{f': {against[0]}' if against else ''}"
+    reason = f": {against[0]}" if against and {*outcomes} != {Outcome.PROVEN} else ""
+    words = f"{', '.join(one['path'] for one in each)}: {', '.join(outcomes)}{reason}"
     if gate.kind == "not refuted" and Outcome.REFUTED not in outcomes:
         return proven(gate.words, words)
     if Outcome.REFUTED in outcomes:
@@ -489,6 +490,7 @@ def _document_words(document: Any) -> list[str]:
         return []
     compared = [one["sentence"] for one in document.get("comparisons", [])]
     verdicts = [Verdict(one["check"], Outcome(one["outcome"]), one["reason"]) for one in document.get("verdicts", [])]
-    worst = [f"{one.check}: {one.reason}" for one in verdicts if one.outcome is Outcome.REFUTED]
-    told = f"{document.get('outcome') or overall(verdicts)}{f': {worst[0]}' if worst else ''}" if verdicts else ""
+    outcome = document.get("outcome") or overall(verdicts)
+    worst = [f": {one.check}: {one.reason}" for one in verdicts if one.outcome == outcome != Outcome.PROVEN]
+    told = f"{outcome}{next(iter(worst), '')}" if verdicts else ""
     return list(filter(None, ["; ".join(compared), told]))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs.demo.stages import empty_weights_of_another_tool
 from assay.verbs.pipeline import flags_of
-from assay.verdict import Outcome, Verdict, proven, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 ROOT = Path(__file__).parents[2]
 TEXT = "\n".join(f"line {i} of {i * i} is not the {i % 7}th of many others, nor the last one" for i in range(300)) + "\n"
@@ -142,6 +143,11 @@ def test_every_verb_of_a_stage_has_the_options_that_its_kind_names(verb):
     assert not KINDS[verb].prints or "json" in named
 
 
+def test_the_guide_names_every_verb_of_a_stage():
+    told = (ROOT / "docs" / "guide.md").read_text().partition("- **Verbs**: ")[2].partition(". ")[0]
+    assert set(re.findall(r"`([\w-]+)`", told)) == set(KINDS)
+
+
 @pytest.mark.parametrize("name", ["tiny", "reasoning", "distil", "chain"])
 def test_the_shipped_pipelines_read(name, tmp_path, monkeypatch, capsys):
     """What they need from outside is named under `inputs`."""
@@ -201,6 +207,15 @@ def test_a_stage_that_ends_well_and_wrote_nothing_has_failed(tmp_path, monkeypat
     assert run_pipeline(plan(tmp_path, "stages: {tiny: {options: {what: sums}}}"), lambda _: None) == 1
     assert (record(tmp_path)["tiny"]["state"], record(tmp_path)["tiny"]["made"]) == ("failed", None)
     assert record(tmp_path)["tiny"]["sentence"] == f"it ended with 0, and {tmp_path}/out/tiny is not there"
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ([proven("whole", "all there"), unproven("health", "2 texts say little")], "UNPROVEN: health: 2 texts say little"),
+    ([unproven("health", "2 texts say little"), refuted("values", "a hole")], "REFUTED: values: a hole")])
+def test_a_stage_says_which_verdict_went_against_it(given, said):
+    printed = {"verdicts": [verdict.to_json() for verdict in given]}
+    assert pipeline._end_in_words(3, [], printed) == f"a verdict went against it: {said}"
+    assert pipeline._end_in_words(0, [], {**printed, "outcome": "PROVEN"}) == "PROVEN", "what was not asked for stands in its log"
 
 
 def test_a_pipeline_that_was_killed_goes_on_where_it_stopped(tmp_path):
@@ -438,6 +453,11 @@ stages:
     assert (code, found["state"], found["sittings"]) == (0, "done", 2)
     kinds = [event["kind"] for event in Ledger(tmp_path / "out" / "pretrain" / "ledger.jsonl").events()]
     assert {"resume", "resumed"} <= set(kinds)
+
+
+def test_the_demo_runs_the_tiny_pipeline():
+    asked = subprocess.run(["make", "-n", "-o", ".venv/.ready", "-o", "sandbox", "demo"], cwd=ROOT, capture_output=True, text=True)
+    assert "-m assay pipeline pipelines/tiny.yaml --out demo-run/pipeline" in asked.stdout, asked.stderr
 
 
 @pytest.mark.slow
