@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from assay.config import argument, option
+from assay.recipes.options import QUIET_HELP
 
 
 @dataclass(frozen=True)
@@ -66,4 +67,5 @@ class Edit:
     seed: int = option("seed of the prefixes and of the noise", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
                                 default_text="a GPU where there is one, else cpu")
+    quiet: bool = option(QUIET_HELP, group="run", default=False)
     json: bool = option("print verdicts and estimates as JSON", group="run", default=False)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from assay.config import argument, option
+from assay.recipes.options import QUIET_HELP
 
 
 @dataclass(frozen=True)
@@ -37,4 +38,5 @@ class Ttt:
     seed: int = option("seed of the first right factors", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
                                 default_text="a GPU where there is one, else cpu")
+    quiet: bool = option(QUIET_HELP, group="run", default=False)
     json: bool = option("print verdicts, estimates and documents as JSON", group="run", default=False)

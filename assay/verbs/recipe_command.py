@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.outcome import RunOutcome
-from assay.verbs.terminal import line_printer, print_headline
+from assay.verbs.terminal import headline_of, keep_silent, line_printer, print_headline
 
 
 def run_recipe(recipe: Callable[[Any, Callable[[str], None]], RunOutcome], flags: Any) -> int:
@@ -22,16 +22,9 @@ def run_recipe(recipe: Callable[[Any, Callable[[str], None]], RunOutcome], flags
     return outcome.exit_code
 
 
-def keep_silent(_: str) -> None:
-    """What is not said stands in the ledger."""
-
-
 def outcome_document(outcome: RunOutcome) -> dict[str, Any]:
-    from assay.report.headline import headline
-    from assay.report.run_record import is_run, read_run
-
     return {"outcome": str(outcome.standing), "exit_code": outcome.exit_code, "folder": str(outcome.folder),
             "model": None if outcome.model is None else str(outcome.model), "interrupted": outcome.interrupted,
-            "headline": str(headline(read_run(outcome.folder))) if is_run(outcome.folder) else None,
+            "headline": headline_of(outcome.folder),
             "results": {name: str(value) for name, value in outcome.results.items()},
             "verdicts": [verdict.to_json() for verdict in outcome.verdicts]}

@@ -16,13 +16,22 @@ def line_printer(*, json: bool) -> Callable[[str], None]:
     return partial(print, file=sys.stderr if json else sys.stdout, flush=True)
 
 
-def print_headline(folder: Path) -> None:
-    """A command's last line: first whether the run's purpose was reached, then whether what it handed over is proven."""
+def keep_silent(_: str) -> None:
+    """What is not said stands in the ledger."""
+
+
+def headline_of(folder: Path) -> str | None:
+    """First whether the run's purpose was reached, then whether what it handed over is proven; None where no run is."""
     from assay.report.headline import headline
     from assay.report.run_record import is_run, read_run
 
-    if is_run(folder):
-        print(headline(read_run(folder)), flush=True)
+    return str(headline(read_run(folder))) if is_run(folder) else None
+
+
+def print_headline(folder: Path) -> None:
+    """A command's last line."""
+    if told := headline_of(folder):
+        print(told, flush=True)
 
 
 class ShowProgress(Protocol):

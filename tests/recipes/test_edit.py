@@ -51,10 +51,13 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
     base(tmp_path)
     rows = [row(fact) for fact in tiny_facts.fact_edits(2)]
-    flags = options(tmp_path, *rows, rows[0] | {"name": "ghost", "subject": "borin"}, more="--json --window 2")
+    flags = options(tmp_path, *rows, rows[0] | {"name": "ghost", "subject": "borin"}, more="--json --quiet --window 2")
     killed_before_the_probe(flags)
     assert verb.run(flags) == 3  # a refused request is no success
-    told = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert shown.err == "", "--quiet"
+    assert told["headline"].startswith("facts said: ")
     assert open_checkpoint(tmp_path / "run" / "earlier-1-model").digest == open_checkpoint(tmp_path / "run" / "model").digest
     verdicts = {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]}
     assert {check for check, outcome in verdicts.items() if outcome != "PROVEN"} == {"subjects"}

@@ -39,10 +39,13 @@ def quiet(_: str) -> None:
 
 @pytest.mark.arithmetic
 def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = options(tmp_path, "--json")
+    flags = options(tmp_path, "--json --quiet")
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     assert verb.run(flags) == 0
-    told = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert shown.err == "", "--quiet"
+    assert told["headline"].startswith("gain shown: +")
     assert {v["check"]: v["outcome"] for v in told["verdicts"]} == dict.fromkeys(
         ("order", "gain", "regressions", "base", "sites", "reading", "bits"), "PROVEN")
     saved = told["estimates"]["bits per byte, saved"]
