@@ -39,6 +39,17 @@ def test_history_and_system_prompt_stand_in_the_saved_conversation(chat, tmp_pat
     assert "\x1b" not in out, "nothing is coloured where nobody sees colours"
 
 
+def test_an_answer_comes_as_it_is_made(chat, models, monkeypatch, tmp_path):
+    """Each piece is out before the next token is drawn."""
+    from assay.generate.engine import Engine
+
+    out, real, seen = io.StringIO(), Engine.step, []
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr(Engine, "step", lambda engine: seen.append(len(out.getvalue())) or real(engine))
+    assert chat("the end")[0] == 0
+    assert len(set(seen)) > 3, f"shown before each step: {seen}"
+
+
 def test_what_was_said_before_changes_the_answer_and_reset_forgets_it(chat):
     _, out, _ = chat("the", "/probs", "the", "/probs", "/reset", "the", "/probs")
     first, second, third, _ = ([line for line in part.splitlines() if "%" in line] for part in out.split("nats in all"))
@@ -83,6 +94,18 @@ def test_a_file_that_is_there_is_not_overwritten(chat, tmp_path):
     code, _, err = chat(f"/save {tmp_path / 'kept.jsonl'}")
     assert (code, "not overwritten" in err) == (2, True)
     assert (tmp_path / "kept.jsonl").read_text() == "mine"
+
+
+def test_no_color_is_heeded_at_a_terminal(monkeypatch):
+    from assay.verbs.chat import emphasised
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert emphasised("you: ") == "\033[1myou: \033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert emphasised("you: ") == "you: "
 
 
 def test_what_a_model_says_moves_no_cursor():
