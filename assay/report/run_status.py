@@ -126,7 +126,7 @@ def held_out_summary(record: RunRecord) -> str | None:
         score = event.get("score")
         if isinstance(score, dict) and all(finite_number(score.get(key)) is not None for key in ("mean", "low", "high")):
             return (f"{score['mean']:.4g} [{score['low']:.4g}, {score['high']:.4g}] (n={score.get('n')}) "
-                    f"{event.get('unit', 'bits per byte')}")
+                    f"{event.get('unit') or event.get('metric') or 'bits per byte'}")
     best = best_held_out(held_out_scores(record.metrics.rows))
     return None if best is None else f"{best} at step {best.step}"
 

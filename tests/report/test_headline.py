@@ -42,10 +42,12 @@ def test_reinforcement_learning_is_headed_by_its_gain(verdict: Verdict, begins: 
 
 
 def test_a_run_that_gained_nothing_is_headed_so_on_its_page_and_on_the_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = ended(tmp_path / "run", "hand over", [gain(unproven, 0.011, -0.017, 0.038)], metric="answer", checkpoint="step-000040")
+    run = ended(tmp_path / "run", "hand over", [gain(unproven, 0.011, -0.017, 0.038)], metric="answer", checkpoint="step-000040",
+                score={"mean": 0.5, "low": 0.4, "high": 0.6, "n": 90})
     text = seen(render_report(read_run(run))).text
     assert text.index("no gain shown: +0.011 [−0.017, 0.038]") < text.index("done and proven")
     [row] = board(tmp_path)
+    assert row.held_out == "0.5 [0.4, 0.6] (n=90) answer", "its own metric, no loss"
     assert row.headline == "no gain shown: +0.011 [−0.017, 0.038] answer (n=200); artifact proven"
     assert row.reached == "UNPROVEN"
     assert runs_verb.run(runs_verb.FLAGS(str(tmp_path))) == 0
