@@ -84,7 +84,9 @@ def take_board(browser: "Browser", address: str) -> None:
             browser.run(f"[...document.querySelectorAll('#runs tr')].find(tr => tr.textContent.startsWith('{run}'))"
                         ".querySelector('input').click()")
         wait_for(lambda: browser.run("document.querySelectorAll('#charts canvas').length >= 3"))
-        time.sleep(2)  # its first look at what is running
+        wait_for(lambda: browser.run("document.querySelector('h1').textContent.includes('1 running')"))
+        browser.run("document.querySelectorAll('#runs tr').forEach(tr => { tr.style.contentVisibility = 'visible'; })")
+        time.sleep(1)  # rows out of sight are painted now
         browser.picture(ROOT / "docs" / f"{name}.png", width, height)
         browser.open("about:blank", width)
 
