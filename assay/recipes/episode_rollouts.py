@@ -28,6 +28,7 @@ from assay.guard.rollout_checks import SiblingCounts, check_none_held_out, check
 from assay.guard.trajectory_checks import (
     check_episode_rewards,
     check_every_turn,
+    check_inserted_ids,
     check_inserted_tokens,
     check_kinds,
     check_token_law,
@@ -301,8 +302,9 @@ class EpisodeCollector:
         rows = episode_rows(self.rehearsed)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row].sequence.turns))[:PREFLIGHT_SEQUENCES]
         part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()}).to(batch.tokens.device)  # type: ignore[arg-type]
-        inserted = check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))
-        return [*self.sampler.verdicts(), inserted]
+        mask = sampled_mask([rows[row] for row in order], part.tokens.shape[1])
+        return [*self.sampler.verdicts(), check_inserted_tokens(self.model, objective, part, mask),
+                check_inserted_ids(self.model, objective, part, mask, self.config.temperature)]
 
 
 def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> list[bool]:
