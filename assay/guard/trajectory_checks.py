@@ -27,7 +27,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 SAME_WEIGHT = 1e-5  # relative: token weights are held in fp32
 HASH_BASE = 1_000_003
-SURE = -1e-3  # nats: below it a token that counts has a gradient; of one that is certain nothing may be left
+LEFT_TO_LEARN = -1e-3  # nats: below it a token that counts has a gradient; of one that is certain nothing may be left
 FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
 
 
@@ -214,7 +214,7 @@ def check_inserted_ids(model: Transformer, objective: Objective, batch: Batch, s
     other = replace(other, behaviour=logprobs, reference=None if batch.reference is None else logprobs)
     before, after = (_state_gradients(model, objective, each) for each in (batch, other))
     had, has = (torch.nn.functional.pad(gradient.abs().amax(-1) != 0, (1, 0))[:, :-1] for _, gradient in (before, after))
-    wrong, lost = int((has & (batch.weight == 0)).sum()), int((had & ~has & (logprobs < SURE)).sum())
+    wrong, lost = int((has & (batch.weight == 0)).sum()), int((had & ~has & (logprobs < LEFT_TO_LEARN)).sum())
     weights = float(before[0].weight), float(after[0].weight)
     words = f"with other ids in {places} inserted places"
     if wrong or lost or weights[0] != weights[1]:
