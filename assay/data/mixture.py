@@ -313,7 +313,7 @@ def mixed_parts(sources: Sequence[WeightedSource], counts: Sequence[int]) -> tup
                  for source, share, first, count in zip(sources, shares, firsts, counts, strict=False))
 
 
-class Named(Protocol):
+class NamedRow(Protocol):
     """What has the id file:row:content, of a row or of what was made of it."""
 
     @property
@@ -326,7 +326,7 @@ def row_name(id: str) -> str:
     return f"{file_and_row}:{content.partition('#')[0]}"
 
 
-def parts_by_name(sources: Sequence[WeightedSource], read: Sequence[Sequence[Named]], kept: Sequence[Named]) -> tuple[MixedPart, ...]:
+def parts_by_name(sources: Sequence[WeightedSource], read: Sequence[Sequence[NamedRow]], kept: Sequence[NamedRow]) -> tuple[MixedPart, ...]:
     """How much of what was kept is each source's, by file and row in the ids."""
     named = [{row_name(row.id) for row in rows} for rows in read]
     source_of = {name: number for number, names in enumerate(named) for name in names}

@@ -13,7 +13,7 @@ from assay.data.batch import Batch
 from assay.data.chat import Rendered, TrainingExample, render_conversations, unread_in_words
 from assay.data.data_ledger import check_data_ledger
 from assay.data.layouts import Conversation, read_conversations
-from assay.data.mixture import MixedExamples, Named, WeightedSource, parts_by_name, weighted_sources
+from assay.data.mixture import MixedExamples, NamedRow, WeightedSource, parts_by_name, weighted_sources
 from assay.data.packing import PackedExamples, hold_out
 from assay.errors import UsageError
 from assay.guard.corpus_checks import require_held_out
@@ -206,7 +206,7 @@ def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples]
     return order, steps
 
 
-def mixed(config: Tuned, examples: Sequence[Any], sources: Sequence[WeightedSource], read: Sequence[Sequence[Named]],
+def mixed(config: Tuned, examples: Sequence[Any], sources: Sequence[WeightedSource], read: Sequence[Sequence[NamedRow]],
           packed: type[MixedExamples] = MixedExamples) -> tuple[PackedExamples, int | None]:
     """The order of a mixture and the number of steps. `read` are the rows of each source, in the order of `examples`."""
     rows, parts = config.batch_tokens // config.row_length, parts_by_name(sources, read, examples)

@@ -55,7 +55,7 @@ def main() -> None:
     """In the fresh process."""
     asked, began = json.loads(sys.argv[1]), time.monotonic()
     found = reread(Path(asked["file"]), open_corpus(Path(asked["corpus"]), verify=False), asked["rows"], asked["length"])
-    said = FreshScore(found.bits_per_byte.mean, time.monotonic() - began, assay_modules(), sys.modules["assay"].__file__ or "")
+    said = FreshScore(found.bits_per_byte.mean, time.monotonic() - began, own_modules(), sys.modules["assay"].__file__ or "")
     print(json.dumps(said._asdict()))
 
 
@@ -92,10 +92,10 @@ def least_code_bytes() -> int:
 
 def say_modules() -> None:
     """In the fresh process."""
-    print(json.dumps(assay_modules()))
+    print(json.dumps(own_modules()))
 
 
-def assay_modules() -> list[str]:
+def own_modules() -> list[str]:
     return sorted(name for name in sys.modules if name.partition(".")[0] == "assay")
 
 
