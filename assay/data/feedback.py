@@ -23,6 +23,7 @@ from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, f
 from assay.data.data_files import DataRow, read_rows
 from assay.data.hub_datasets import local_data
 from assay.data.layouts import CONVERSATION_LAYOUTS, Conversation, refuse_odd_turns
+from assay.data.mixture import MixedExamples
 from assay.data.packing import PackedExamples
 from assay.data.preferences import PreferencePair, pair_rows, read_pair
 from assay.errors import DataError
@@ -62,6 +63,11 @@ class PackedFeedback(PackedExamples):
 
     def batch(self, step: int) -> Batch:
         return feedback_rows([[self.examples[index] for index in row] for row in self.plan(step)], self.length, self.fill)
+
+
+@dataclass(frozen=True)
+class MixedFeedback(PackedFeedback, MixedExamples):
+    """Examples of several sources by their weights; no row holds those of two."""
 
 
 def feedback_rows(rows: Sequence[Sequence[LabelledPair]], length: int, fill: int = 0) -> Batch:

@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -311,3 +311,82 @@ def mixed_parts(sources: Sequence[WeightedSource], counts: Sequence[int]) -> tup
     firsts = [0, *accumulate(counts)]
     return tuple(MixedPart(source.name, share, first, count)
                  for source, share, first, count in zip(sources, shares, firsts, counts, strict=False))
+
+
+class NamedRow(Protocol):
+    """What has the id file:row:content, of a row or of what was made of it."""
+
+    @property
+    def id(self) -> str: ...
+
+
+def row_name(id: str) -> str:
+    """Without what tells apart several that one row says: file:row:content#chosen. A file's name may have a # too."""
+    file_and_row, _, content = id.rpartition(":")
+    return f"{file_and_row}:{content.partition('#')[0]}"
+
+
+def parts_by_name(sources: Sequence[WeightedSource], read: Sequence[Sequence[NamedRow]], kept: Sequence[NamedRow]) -> tuple[MixedPart, ...]:
+    """How much of what was kept is each source's, by file and row in the ids."""
+    named = [{row_name(row.id) for row in rows} for rows in read]
+    source_of = {name: number for number, names in enumerate(named) for name in names}
+    if len(source_of) < sum(map(len, named)):
+        raise UsageError(f"--data {' '.join(source.name for source in sources)}: two sources have the same file name, by which their rows "
+                         "are known; rename one")
+    counts = Counter(source_of[row_name(each.id)] for each in kept)
+    parts = mixed_parts(sources, [counts[number] for number in range(len(sources))])
+    if empty := [part.name for part in parts if not part.size]:
+        raise DataError(f"{empty[0]}: nothing of it is left to learn from: all held out, or dropped as too long; see assay data check")
+    return parts
+
+# ---------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class MixedDraws:
+    """Which prompts of several sources a rollout draws, by number: every place of it is a row of the mixture."""
+
+    sources: tuple[MixedPart, ...]
+    seed: int
+    places: int  # a rollout
+    epochs: int
+
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            if (asked := -(-self.places * source.share // sum(self.shares))) > source.size:
+                raise UsageError(f"{source.name}: up to {asked} of {self.places} prompts a rollout come from it, and it has {source.size}: "
+                                 "a rollout would ask the same twice; lower its weight or --prompts, or give it more prompts")
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        return tuple(source.share for source in self.sources)
+
+    @property
+    def prompts_in_all(self) -> int:
+        return rows_until_empty([self.epochs * source.size for source in self.sources], self.shares)
+
+    def drawn(self, rollout: int) -> list[int]:
+        return [self.prompt_at(place) for place in range(rollout * self.places, (rollout + 1) * self.places)]
+
+    def prompt_at(self, place: int) -> int:
+        number, its_prompt = placed_row(place, self.shares)
+        source = self.sources[number]
+        epoch, within = divmod(its_prompt, source.size)
+        key = derive(derive(self.seed, "source", number), "prompts", epoch)
+        return source.first + int(permuted_places(np.array([within]), source.size, key)[0])
+
+    def source_of(self, prompt: int) -> int:
+        return int(np.searchsorted([source.first for source in self.sources], prompt, side="right")) - 1
+
+    def epoch_of(self, rollout: int) -> int:
+        """How often the source that was drawn from most had been drawn whole before the rollout."""
+        given = rows_given(rollout * self.places, self.shares)
+        return max(prompts // source.size for prompts, source in zip(given, self.sources, strict=True))
+
+    def times_drawn(self, rollouts: int) -> dict[int, int]:
+        """{times: prompts}."""
+        found = Counter[int]()
+        for given, source in zip(rows_given(rollouts * self.places, self.shares), self.sources, strict=True):
+            whole, more = divmod(given, source.size)
+            found += Counter({whole: source.size - more}) + Counter({whole + 1: more})
+        return dict(found)

@@ -64,6 +64,11 @@ class PackedExamples:
         """Share of the first epoch's tokens that is padding."""
         return 1 - float(self.lengths.sum()) / (self.windows * self.length)
 
+    @property
+    def examples_a_row(self) -> float:
+        """On average, in the first epoch."""
+        return sum(map(len, self.plans[0])) / len(self.plans[0])
+
     def epoch_of(self, step: int) -> int:
         """In which the step's first row stands, counted from 0."""
         return int(np.searchsorted(self.ends, step * self.rows * self.world, side="right"))

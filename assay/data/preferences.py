@@ -27,6 +27,7 @@ from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, f
 from assay.data.data_files import DataRow, read_rows
 from assay.data.hub_datasets import local_data
 from assay.data.layouts import Conversation, Message, content_of, messages_of, refuse_odd_turns, tools_of
+from assay.data.mixture import MixedExamples
 from assay.data.packing import PackedExamples, packed_rows
 from assay.errors import DataError
 from assay.model.special_tokens import SpecialTokens
@@ -95,6 +96,11 @@ class PackedPairs(PackedExamples):
 
     def batch(self, step: int) -> Batch:
         return pair_rows([[self.examples[index] for index in row] for row in self.plan(step)], self.length, self.fill)
+
+
+@dataclass(frozen=True)
+class MixedPairs(PackedPairs, MixedExamples):
+    """Pairs of several sources by their weights; no row holds those of two."""
 
 
 def pair_rows(rows: Sequence[Sequence[PreferencePair]], length: int, fill: int = 0) -> Batch:

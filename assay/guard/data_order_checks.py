@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.data.mixture import MixedExamples, MixedOrder
+from assay.data.mixture import MixedDraws, MixedExamples, MixedOrder
 from assay.data.order import Order
 from assay.data.packing import PackedExamples
 from assay.data.token_corpus import Corpus
@@ -59,9 +59,9 @@ class SourceCount:
     whole_at: int | None = None  # the step, counted from 1, with which it had been read once
 
 
-def check_mixture(order: MixedExamples | MixedOrder, steps: int) -> Verdict:
-    """Of the first `steps` steps, counted row by row: every source has its share, to a row or so; it is read whole before anything of it
-    is read again, and in another order then."""
+def check_mixture(order: MixedExamples | MixedOrder | MixedDraws, steps: int) -> Verdict:
+    """Of the first `steps` steps (of prompts: rollouts), counted row by row: every source has its share, to a row or so; it is read whole
+    before anything of it is read again, and in another order then."""
     names, sizes = source_sizes(order)
     found, total = [SourceCount() for _ in names], sum(order.shares)
     for step in range(steps):
@@ -86,15 +86,17 @@ def check_mixture(order: MixedExamples | MixedOrder, steps: int) -> Verdict:
                "whole_at_step": each.whole_at} for name, share, size, each in zip(names, order.shares, sizes, found, strict=True)})
 
 
-def source_sizes(order: MixedExamples | MixedOrder) -> tuple[list[str], list[int]]:
-    """Names of the sources, and how many examples or windows each has."""
-    if isinstance(order, MixedExamples):
+def source_sizes(order: MixedExamples | MixedOrder | MixedDraws) -> tuple[list[str], list[int]]:
+    """Names of the sources, and how many examples, prompts or windows each has."""
+    if isinstance(order, MixedExamples | MixedDraws):
         return [source.name for source in order.sources], [source.size for source in order.sources]
     return [str(corpus.folder) for corpus in order.corpora], [each.windows for each in order.orders]
 
 
-def rows_of_step(order: MixedExamples | MixedOrder, step: int) -> list[tuple[list[int], float]]:
-    """Each row's examples by number, and how much of it is learned; of a window, nearly all."""
+def rows_of_step(order: MixedExamples | MixedOrder | MixedDraws, step: int) -> list[tuple[list[int], float]]:
+    """Each row's examples by number, and how much of it is learned; of a window, nearly all, and of a prompt nothing."""
+    if isinstance(order, MixedDraws):
+        return [([prompt], 0.0) for prompt in order.drawn(step)]
     if isinstance(order, MixedExamples):
         return [(row, float(sum(order.examples[index].weight.sum() for index in row))) for row in order.plan(step)]
     return [([window], float(order.length - 1)) for window in order.consumed(step).tolist()]
@@ -116,8 +118,8 @@ def _odd_reading(read: Sequence[int], size: int, rows: int) -> str | None:
 
 def _shares_in_words(names: Sequence[str], found: Sequence[SourceCount], shares: Sequence[int], sizes: Sequence[int]) -> str:
     rows, learned = sum(each.rows for each in found), sum(each.learned for each in found)
-    return "; ".join(f"{name}: {each.rows} of {rows} rows ({each.rows / max(rows, 1):.1%}, asked for {share / sum(shares):.1%}), "
-                     f"{each.learned / max(learned, 1):.1%} of the learned tokens"
+    return "; ".join(f"{name}: {each.rows} of {rows} rows ({each.rows / max(rows, 1):.1%}, asked for {share / sum(shares):.1%})"
+                     + (f", {each.learned / learned:.1%} of the learned tokens" if learned else "")
                      + (f", read whole by step {each.whole_at}" if each.whole_at is not None else "")
                      + (f" and {len(each.read) / size:.1f} times in all" if len(each.read) > size else "")
                      for name, each, share, size in zip(names, found, shares, sizes, strict=True))

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,9 +13,9 @@ from assay.data.batch import Batch
 from assay.data.chat import Rendered, TrainingExample, render_conversations, unread_in_words
 from assay.data.data_ledger import check_data_ledger
 from assay.data.layouts import Conversation, read_conversations
-from assay.data.mixture import MixedExamples, WeightedSource, mixed_parts, weighted_sources
+from assay.data.mixture import MixedExamples, NamedRow, WeightedSource, parts_by_name, weighted_sources
 from assay.data.packing import PackedExamples, hold_out
-from assay.errors import DataError, UsageError
+from assay.errors import UsageError
 from assay.guard.corpus_checks import require_held_out
 from assay.guard.data_order_checks import check_mixture
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
@@ -207,23 +206,22 @@ def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples]
     return order, steps
 
 
-def mixed(config: Tuned, examples: Sequence[TrainingExample], sources: Sequence[WeightedSource],
-          read: Sequence[Sequence[Conversation]]) -> tuple[PackedExamples, int | None]:
-    """The order of a mixture and the number of steps. `read` are the conversations of each source, in the order of `examples`."""
-    rows, source_of = config.batch_tokens // config.row_length, {row.id: number for number, part in enumerate(read) for row in part}
-    if len(source_of) < sum(map(len, read)):
-        raise UsageError(f"--data {' '.join(config.data)}: two sources have the same file name, by which their rows are known; rename one")
-    counts = Counter(source_of[example.id.partition("#")[0]] for example in examples)
-    parts = mixed_parts(sources, [counts[number] for number in range(len(sources))])
-    if empty := [part.name for part in parts if not part.size]:
-        raise DataError(f"{empty[0]}: nothing of it is left to learn from: all held out, or dropped as too long; see assay data check")
-    order = MixedExamples(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing, sources=parts,
-                          most=None if config.max_steps is None else config.max_steps * rows)
+def mixed(config: Tuned, examples: Sequence[Any], sources: Sequence[WeightedSource], read: Sequence[Sequence[NamedRow]],
+          packed: type[MixedExamples] = MixedExamples) -> tuple[PackedExamples, int | None]:
+    """The order of a mixture and the number of steps. `read` are the rows of each source, in the order of `examples`."""
+    rows, parts = config.batch_tokens // config.row_length, parts_by_name(sources, read, examples)
+    order = packed(examples, config.seed, rows, config.row_length, config.num_train_epochs, config.packing, sources=parts,
+                   most=None if config.max_steps is None else config.max_steps * rows)
     if order.windows < rows:
         order = replace(order, rows=order.windows)
     steps = None if config.minutes is not None else config.max_steps or order.steps
     order.require(steps or 1)
     return order, steps
+
+
+def mixture_in_words(order: PackedExamples, steps: int | None) -> list[str]:
+    """Of a mixture, what each source will give; else nothing."""
+    return [f"mixture: {check_mixture(order, steps or order.steps).reason}"] if isinstance(order, MixedExamples) else []
 
 
 def reachable_epochs(config: Tuned, rows: int, examples: Sequence[Any]) -> int:
@@ -269,6 +267,6 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
             *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
-            *([f"mixture: {check_mixture(order, steps or order.steps).reason}"] if isinstance(order, MixedExamples) else []),
+            *mixture_in_words(order, steps),
             f"{config.optim} at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
             + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]

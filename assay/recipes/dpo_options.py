@@ -56,8 +56,8 @@ class Dpo(AgainstReference):
     """
 
     data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected, texts or lists of messages, or "
-                                   "chosen and rejected that begin alike; several files are read one after the other", group="data",
-                                   metavar="FILE")
+                                   "chosen and rejected that begin alike; several files are read as one, or, each with the share of the "
+                                   "rows that come from it (a.jsonl:0.7 b.jsonl:0.3), as a mixture", group="data", metavar="FILE")
     loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "simpo", "orpo"] = option(
         "DPO (sigmoid), by means over tokens (sigmoid_norm), IPO, SLiC's hinge, robust DPO; SimPO and ORPO, which have no reference",
         group="method", default="sigmoid")

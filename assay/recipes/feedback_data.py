@@ -11,6 +11,7 @@ from assay.data.batch import Batch
 from assay.data.chat import unread_in_words
 from assay.data.feedback import (
     LabelledPair,
+    MixedFeedback,
     PackedFeedback,
     SaidFeedback,
     feedback_rows,
@@ -23,16 +24,16 @@ from assay.data.packing import hold_out
 from assay.data.preferences import ENOUGH_PROMPTS
 from assay.evaluation.held_out_feedback import ScoredFeedback, score_feedback
 from assay.evaluation.held_out_loss import HeldOut
-from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
+from assay.guard.example_audit import audit_each, check_duplicates, check_overlap
 from assay.guard.example_checks import FlatExamples
 from assay.guard.kto_checks import check_feedback, check_kto_moves, feedback_doubts, unbalanced
 from assay.learn.lr_schedule import Schedule
 from assay.learn.unpaired import KtoSettings, with_baseline
 from assay.model.transformer import Transformer, parameter_count
-from assay.recipes.conversations import evenly, joined_rows
+from assay.recipes.conversations import evenly, joined_rows, mixture_in_words
 from assay.recipes.evaluator import interval_columns
 from assay.recipes.kto_options import Kto
-from assay.recipes.preference_data import ASKED_AGAIN, PreferenceData, learning_losses, render_split
+from assay.recipes.preference_data import ASKED_AGAIN, PreferenceData, learning_losses, read_sources, render_split
 from assay.recipes.starting_model import AdapterModel, StartingModel
 from assay.verdict import Verdict
 
@@ -63,7 +64,7 @@ class FeedbackData(PreferenceData):
         embed = start.model.embed.weight.detach().cpu().float()
         return [*audit_each(own, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, length=self.length,
                             seed=self.order.seed),
-                check_feedback(self.train), check_duplicates(own), check_overlap(own, held_out, ()), check_packing(self.order)]
+                check_feedback(self.train), check_duplicates(own), check_overlap(own, held_out, ()), self.audit_order()]
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
         """With the reference, and without a KL: an evaluation estimates its own, of the model that it scores."""
@@ -110,11 +111,12 @@ def by_asked(said: Sequence[SaidFeedback]) -> list[SaidFeedback]:
 def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
     """Who is held out is decided on prompts, before anything is rendered."""
     settings = kto_settings(config)
-    said = [each for file in config.data for each in read_feedback(file, config.limit)]
+    read = read_sources(config, read_feedback)
+    said = read.said
     refuse_one_sided(said, ", ".join(map(str, config.data)))
     kept, apart = (said, read_feedback(config.held_out_data)) if config.held_out_data is not None else hold_out(
         by_asked(said), config.held_out, config.seed)
-    split = render_split(config, start, kept, apart, render_feedback, PackedFeedback, "example")
+    split = render_split(config, start, kept, apart, read, render_feedback, PackedFeedback, MixedFeedback, "example")
     scored_as = (f"{settings.loss} loss, beta {settings.beta:g}, weights {settings.desirable_weight:g} and "
                  f"{settings.undesirable_weight:g}")
     return FeedbackData(*split, start.tokenizer.digest, scored_as, settings=settings, length=config.max_length)
@@ -135,6 +137,7 @@ def describe_feedback(config: Kto, start: StartingModel, data: FeedbackData, lr:
             f"{dropped}; {len(data.held_out):,} held out, of other prompts",
             *unread_in_words(data.rendered.unread), *([doubt] if doubt else []),
             f"{settings.loss} loss, beta {settings.beta:g}; the reference is {start.parent.digest[:12]}",
-            f"{order.windows:,} rows of {order.length}, {order.padding:.1%} padding, {len(data.train) / order.windows:.1f} answers a row, "
+            f"{order.windows:,} rows of {order.length}, {order.padding:.1%} padding, {order.examples_a_row:.1f} answers a row, "
             "each with one of another prompt beside it",
+            *mixture_in_words(order, data.steps),
             f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]

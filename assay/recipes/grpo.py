@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from assay.data.batch import Batch
+from assay.data.mixture import weighted_sources
 from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
@@ -181,7 +182,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 save(evaluate=True)
             if run.interrupted is None:
                 ahead.drop("the run has come to its end")
-                run.judge(Event.DATA_LEDGER, [check_prompt_ledger(run.metrics_file, prompts, trainer.done), *ahead.check_end()])
+                run.judge(Event.DATA_LEDGER, [check_prompt_ledger(run.metrics_file, prompts, trainer.done),
+                                              *prompts.check_shares(trainer.done), *ahead.check_end()])
             trainer.finish(prompts.times_read(trainer.done), len(prompts.train), evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
@@ -257,6 +259,9 @@ def refuse_unclear_grpo(config: Grpo) -> None:
                                            or config.overlong_buffer):
         raise UsageError("--environment has tasks and rewards of its own: leave --data, --reward, --metric, --held-out-data, --refill and "
                          "--overlong-buffer out")
+    if config.refill and any(source.weight is not None for source in weighted_sources(config.data, "--data")):
+        raise UsageError("--refill with weights in --data: a prompt in the place of a silent one may be of any source, and the shares "
+                         "would not be those asked for; give one of them")
     if config.shards > 1 and config.entropy_weight:
         raise UsageError("--shards with --entropy-weight: the bonus changes from step to step in one process alone; give one of them")
     if config.fsdp and config.entropy_weight:
@@ -360,6 +365,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
+            *(f"mixture: {said.reason}" for said in prompts.check_shares(schedule.stop_at or prompts.updates)),
             f"{prompts.order.places} {things[0]} × {config.num_generations} {things[1]} of at most {config.max_completion_length} tokens a "
             f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"
             + (f", sampling on {config.sampler_device}" if config.sampler_device else "")

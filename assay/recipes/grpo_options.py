@@ -21,7 +21,8 @@ class Grpo(Trained):
 
     RATES: ClassVar[ByForm] = POLICY_RATES
 
-    data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned",
+    data: tuple[str, ...] = option("prompts with what their rewards need: .jsonl(.gz), .parquet or .csv; answers in it are not learned; "
+                                   "several as one, or by weight (a.jsonl:0.7 b.jsonl:0.3: shares of the prompts drawn)",
                                    group="data", metavar="FILE", default=(), default_text="none; then give --environment")
     limit: int | None = option(LIMIT_HELP, group="data", least=1, default=None, default_text="all")
     reward: tuple[str, ...] = option("NAME[OPTION=VALUE]:WEIGHT, as in answer:1 format:0.1, FILE.py:FUNCTION:WEIGHT, or a judge behind "

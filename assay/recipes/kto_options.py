@@ -18,8 +18,8 @@ class Kto(AgainstReference):
     """
 
     data: tuple[str, ...] = option("answers: .jsonl(.gz), .parquet or .csv with prompt, completion (texts or lists of messages) and label, "
-                                   "true or false; or prompt, chosen and rejected; several files are read one after the other",
-                                   group="data", metavar="FILE")
+                                   "true or false; or prompt, chosen and rejected; several files are read as one, or by weight "
+                                   "(a.jsonl:0.7 b.jsonl:0.3), as a mixture", group="data", metavar="FILE")
     loss_type: Literal["kto", "apo_zero_unpaired"] = option("KTO, against the KL of the whole step; or unpaired APO-zero, against 0",
                                                             group="method", default="kto")
     beta: float = option("how much the log-ratio to the reference counts", group="method", above=0, default=BETA)

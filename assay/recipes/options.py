@@ -70,6 +70,11 @@ class Pretrain:
     tokens: int | None = option("stop after this many training tokens", group="budget", least=1, default=None, default_text="no limit")
     max_bytes: int | None = option("also write an artifact of at most this many bytes: quantised, compressed and scored again",
                                    group="checkpoints", least=1, default=None, default_text="none is written")
+    count_code: bool = option("with --max-bytes: the code of Assay that opens and scores the artifact counts too; it is written beside it, "
+                              "code.zip, and scores it alone", group="checkpoints", default=False)
+    artifact_seconds: float | None = option("with --max-bytes: the most seconds that opening the artifact and scoring all held-out text "
+                                            "may take, in a fresh process", group="checkpoints", above=0, default=None,
+                                            default_text="no limit")
     num_train_epochs: int = option("how often the corpus may be read, reshuffled each time", group="budget", least=1, default=1)
     max_length: int = option("tokens in a row", group="data", default=1024)
     batch_tokens: int = option("tokens in a step", group="optimizer", default=32768)

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from assay.data.batch import Batch
 from assay.data.chat import Rendered, unread_in_words
+from assay.data.mixture import MixedExamples, WeightedSource, weighted_sources
 from assay.data.packing import PackedExamples, hold_out
-from assay.data.preferences import PackedPairs, PreferencePair, by_prompt, pair_rows, read_preferences, render_pairs
+from assay.data.preferences import MixedPairs, PackedPairs, PreferencePair, by_prompt, pair_rows, read_preferences, render_pairs
 from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
 from assay.guard.corpus_checks import require_held_out
-from assay.guard.example_audit import audit_each, check_duplicates, check_overlap, check_packing
+from assay.guard.example_audit import audit_each, check_duplicates, check_overlap
 from assay.guard.example_checks import FlatExamples
 from assay.guard.preference_checks import check_loss_moves, check_pair_reference, check_pairs, doubts
 from assay.guard.training_guards import LEARNING_SHARE
@@ -27,7 +28,15 @@ from assay.learn.policy import token_logprobs
 from assay.learn.preference import PreferenceSettings
 from assay.model.placement import place_for_training
 from assay.model.transformer import Transformer, parameter_count
-from assay.recipes.conversations import Conversations, evenly, joined_rows, ordered, refuse_beyond_context
+from assay.recipes.conversations import (
+    Conversations,
+    evenly,
+    joined_rows,
+    mixed,
+    mixture_in_words,
+    ordered,
+    refuse_beyond_context,
+)
 from assay.recipes.dpo_options import AgainstReference, Dpo, PairedOptions
 from assay.recipes.evaluator import interval_columns
 from assay.recipes.live_reference import LiveReference
@@ -86,7 +95,7 @@ class PreferenceData(Conversations):
         return [*audit_each(sides, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, length=self.length,
                             seed=self.order.seed),
                 check_pairs([*self.train, *self.held_out]), check_duplicates(pairs),
-                check_overlap(pairs, self.held_out, ()), check_packing(self.order)]  # type: ignore[arg-type]
+                check_overlap(pairs, self.held_out, ()), self.audit_order()]  # type: ignore[arg-type]
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
         chosen = list(self.held_out) if count is None else evenly(self.held_out, count)
@@ -136,10 +145,29 @@ def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
 
 def split_pairs(config: PairedOptions, start: StartingModel) -> "SplitExamples":
     """Who is held out is decided on prompts, before anything is rendered."""
-    said = [pair for file in config.data for pair in read_preferences(file, config.limit)]
+    read = read_sources(config, read_preferences)
     if config.held_out_data is not None:
-        return render_split(config, start, said, read_preferences(config.held_out_data), render_pairs, PackedPairs, "pair")
-    return render_split(config, start, *hold_out(by_prompt(said), config.held_out, config.seed), render_pairs, PackedPairs, "pair")
+        kept, apart = read.said, read_preferences(config.held_out_data)
+    else:
+        kept, apart = hold_out(by_prompt(read.said), config.held_out, config.seed)
+    return render_split(config, start, kept, apart, read, render_pairs, PackedPairs, MixedPairs, "pair")
+
+
+class ReadSources(NamedTuple):
+    """The files of --data, with a weight each or none, and what each of them says."""
+
+    sources: Sequence[WeightedSource]
+    rows: Sequence[Sequence[Any]]
+
+    @property
+    def said(self) -> list[Any]:
+        """By all, one source after the other."""
+        return [each for rows in self.rows for each in rows]
+
+
+def read_sources(config: PairedOptions, read: Callable[[str, int | None], Sequence[Any]]) -> ReadSources:
+    sources = weighted_sources(config.data, "--data")
+    return ReadSources(sources, [read(source.name, config.limit) for source in sources])
 
 
 class SplitExamples(NamedTuple):
@@ -152,15 +180,18 @@ class SplitExamples(NamedTuple):
     steps: int | None
 
 
-def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any], apart: Sequence[Any],
-                 render: Callable[..., tuple[list[Any], Rendered]], packed: type[PackedExamples], noun: str) -> SplitExamples:
-    """Both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context."""
+def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any], apart: Sequence[Any], read: ReadSources,
+                 render: Callable[..., tuple[list[Any], Rendered]], alone: type[PackedExamples], together: type[MixedExamples],
+                 noun: str) -> SplitExamples:
+    """Both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context.
+    `together` is the order of sources that have weights, `alone` that of all others."""
     (train, rendered), (held_out, _) = (
         render(said, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long) for said in (kept, apart))
     require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), noun,
                      "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
     refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
-    return SplitExamples(train, held_out, rendered, *ordered(config, train, packed))
+    order = ordered(config, train, alone) if read.sources[0].weight is None else mixed(config, train, read.sources, read.rows, together)
+    return SplitExamples(train, held_out, rendered, *order)
 
 
 def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: float, device: str) -> list[str]:
@@ -178,7 +209,8 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
             *unread_in_words(data.rendered.unread),
             f"{settings.loss} loss, beta {settings.beta:g}; {against}",
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are learned from; {order.windows:,} rows of {order.length}, "
-            f"{order.padding:.1%} padding, {len(data.train) / order.windows:.1f} pairs a row",
+            f"{order.padding:.1%} padding, {order.examples_a_row:.1f} pairs a row",
+            *mixture_in_words(order, data.steps),
             f"{config.optim} at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
 
 # ---------------------------------------------------------------- the reference

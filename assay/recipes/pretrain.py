@@ -50,6 +50,7 @@ from assay.recipes.options import Pretrain
 from assay.recipes.processes import follow, join_processes, moments_wait, shards_parameters
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.size_limit import require_room, write_squeezed
+from assay.recipes.squeezed_code import least_code_bytes
 from assay.recipes.starting_model import Ancestry, WholeModel
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.store.ledger import Event
@@ -169,7 +170,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     for line in (*describe_pretraining(config, plan, corpus, parameter_count(model)), *data.describe_mixture()):
         say(line)
     if config.max_bytes is not None:
-        say(require_room(partial(shape, config, vocab=plan.model.vocab), config.depth, tokenizer, config.max_bytes))
+        say(require_room(partial(shape, config, vocab=plan.model.vocab), config.depth, tokenizer, config.max_bytes,
+                         least_code_bytes() if config.count_code else 0))
     optimizer = optimizer_for(config, plan, model)
     ema = Ema(model, config.ema) if config.ema else None
     scored_set = None if ema is None else "ema"
@@ -229,7 +231,8 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
         verdicts = handed.verdicts
         if config.max_bytes is not None:
             verdicts = verdicts + write_squeezed(run, run.folder / "model", handed.recorded, corpus, rows=plan.micro,
-                                                 length=config.max_length, max_bytes=config.max_bytes)
+                                                 length=config.max_length, max_bytes=config.max_bytes,
+                                                 count_code=config.count_code, max_seconds=config.artifact_seconds)
         return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
@@ -254,6 +257,8 @@ def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> 
 def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
+    if config.max_bytes is None and (config.count_code or config.artifact_seconds is not None):
+        raise UsageError("--count-code and --artifact-seconds are about the artifact of --max-bytes; give that too, or leave them out")
     if config.depth < 1 or config.max_length < 8 or config.batch_tokens < config.max_length:
         raise UsageError(f"depth {config.depth}, length {config.max_length}, batch_tokens {config.batch_tokens}: expected a depth of "
                          "at least 1, a length of at least 8 and a batch of at least one row")

@@ -5,7 +5,7 @@ Shapes: P prompts, G completions of each.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from assay.data.data_files import read_rows
 from assay.data.data_ledger import ids_digest
 from assay.data.hub_datasets import local_data
 from assay.data.layouts import Conversation, content_of, read_conversations
+from assay.data.mixture import MixedDraws, parts_by_name, placed_row, weighted_sources
 from assay.data.order import permuted_places
 from assay.data.packing import hold_out
 from assay.errors import DataError, UsageError
+from assay.guard.data_order_checks import check_mixture
 from assay.model.tokenizer import Tokenizer
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.starting_model import StartingModel
@@ -27,6 +29,8 @@ from assay.reward.worker_pool import AskedPrompt
 from assay.seeds import derive
 from assay.strict_json import read_json_lines
 from assay.verdict import Verdict, proven, refuted
+
+AUDITED_PROMPTS = 4096  # of a mixture, before step 1
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,18 @@ class PromptOrder:
             found.append(self.prompts[int(permuted_places(np.array([place % size]), size, key)[0])])
         return found
 
+    def epoch_of(self, rollout: int) -> int:
+        return rollout * self.places // len(self.prompts)
+
+    def times_drawn(self, rollouts: int) -> dict[int, int]:
+        """{times: prompts}, as planned: prompts that took the place of silent ones come on top, and the samples name them."""
+        whole, more = divmod(rollouts * self.places, len(self.prompts))
+        return {times: prompts for times, prompts in ((whole, len(self.prompts) - more), (whole + 1, more)) if prompts}
+
+    def check_shares(self, rollouts: int) -> list[Verdict]:
+        """Nothing: there is one source."""
+        return []
+
     def spare(self, rollout: int) -> Iterator[Prompt]:
         """Others, for places that taught nothing: each at most once a rollout."""
         size, taken = len(self.prompts), {prompt.id for prompt in self.drawn(rollout)}
@@ -116,6 +132,34 @@ class PromptOrder:
     def digest(self) -> str:
         """Of every prompt's ids and row, in order: another file, template, tokenizer or split is other data."""
         return prompts_digest(self.prompts)
+
+
+@dataclass(frozen=True)
+class MixedPromptOrder(PromptOrder):
+    """Prompts of several sources by their weights."""
+
+    draws: MixedDraws = field(kw_only=True)
+
+    @property
+    def rollouts(self) -> int:
+        return self.draws.prompts_in_all // self.places
+
+    def drawn(self, rollout: int) -> list[Prompt]:
+        if rollout >= self.rollouts:
+            out = self.draws.sources[placed_row(self.draws.prompts_in_all, self.draws.shares).source].name
+            raise DataError(f"rollout {rollout} needs {(rollout + 1) * self.places:,} prompts, and after {self.draws.prompts_in_all:,} "
+                            f"{out} has been read {self.epochs} time(s), as --num-train-epochs allows: the mixture gives {self.rollouts:,} "
+                            "rollouts. Raise --num-train-epochs, lower its weight, or take fewer steps")
+        return [self.prompts[number] for number in self.draws.drawn(rollout)]
+
+    def epoch_of(self, rollout: int) -> int:
+        return self.draws.epoch_of(rollout)
+
+    def times_drawn(self, rollouts: int) -> dict[int, int]:
+        return self.draws.times_drawn(rollouts)
+
+    def check_shares(self, rollouts: int) -> list[Verdict]:
+        return [check_mixture(self.draws, rollouts)]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
@@ -146,7 +190,7 @@ class PromptData:
         return self.order.rollouts * self.updates
 
     def epoch_of(self, step: int) -> int:
-        return step // self.updates * self.order.places // len(self.train)
+        return self.order.epoch_of(step // self.updates)
 
     def facts(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of the prompts: the same at every step, which the order is a function of."""
@@ -160,12 +204,16 @@ class PromptData:
         return proven("same data", words)
 
     def audit(self) -> list[Verdict]:
-        return [check_apart(self.train, self.held_out)]
+        """Of a mixture the first prompts are counted here, and all that were drawn at the end."""
+        some = min(self.order.rollouts, max(1, AUDITED_PROMPTS // self.order.places))
+        return [check_apart(self.train, self.held_out), *self.order.check_shares(some)]
+
+    def check_shares(self, steps: int) -> list[Verdict]:
+        """Of a mixture, that every source gave its share."""
+        return self.order.check_shares(steps // self.updates) if steps >= self.updates else []
 
     def times_read(self, steps: int) -> dict[int, int]:
-        """As planned: prompts that took the place of silent ones come on top, and the samples name them."""
-        whole, more = divmod(steps // self.updates * self.order.places, len(self.train))
-        return {times: prompts for times, prompts in ((whole, len(self.train) - more), (whole + 1, more)) if prompts}
+        return self.order.times_drawn(steps // self.updates)
 
     @property
     def longest(self) -> int:
@@ -178,7 +226,9 @@ def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
     def read(file: str, limit: int | None = None) -> list[Prompt]:
         return read_prompts(file, start.tokenizer, config.gsm8k, limit)
 
-    said = [prompt for file in config.data for prompt in read(file, config.limit)]
+    sources = weighted_sources(config.data, "--data")
+    by_source = [read(source.name, config.limit) for source in sources]
+    said = [prompt for prompts in by_source for prompt in prompts]
     kept, apart = (said, read(config.held_out_data)) if config.held_out_data else hold_out(said, config.held_out, config.seed)
     room = start.model.config.max_length - config.max_completion_length
     longest = min(room, config.max_prompt_length or room)
@@ -187,6 +237,9 @@ def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
         raise UsageError(f"{len(held_out)} prompts are held out, so nothing could be said about the result: raise --held-out, or give "
                          "--held-out-data")
     order = PromptOrder(train, config.seed, config.prompts, config.num_train_epochs)
+    if sources[0].weight is not None:
+        draws = MixedDraws(parts_by_name(sources, by_source, train), config.seed, config.prompts, config.num_train_epochs)
+        order = MixedPromptOrder(train, config.seed, config.prompts, config.num_train_epochs, draws=draws)
     return PromptData(train, held_out, len(kept) + len(apart) - len(train) - len(held_out), order, config.num_iterations,
                       start.tokenizer.digest)
 

@@ -19,7 +19,7 @@ from assay.learn.lr_schedule import Schedule
 from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer, parameter_count
 from assay.outcome import RunOutcome
-from assay.recipes.conversations import refuse_nonsense
+from assay.recipes.conversations import mixture_in_words, refuse_nonsense
 from assay.recipes.evaluated_saves import EvaluatedSaves
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, interval_columns
 from assay.recipes.hand_over import conclude_hand_over, hand_over
@@ -132,7 +132,8 @@ def describe_reward_model(start: StartingModel, data: RewardPairs, lr: float, de
             f"({data.settings.token}) at the end of a text",
             f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out, of other "
             "prompts",
-            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {len(data.train) / order.windows:.1f} pairs a row, on {device}"]
+            *mixture_in_words(order, data.steps),
+            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {order.examples_a_row:.1f} pairs a row, on {device}"]
 
 # ---------------------------------------------------------------- what is checked before step 1
 

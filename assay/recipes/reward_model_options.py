@@ -20,8 +20,8 @@ class RewardModel(PairedOptions):
 
     RATES: ClassVar[ByForm] = REWARD_RATES
 
-    data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected, as in assay dpo", group="data",
-                                   metavar="FILE")
+    data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected, as in assay dpo; several as "
+                                   "one, or by weight (a.jsonl:0.7 b.jsonl:0.3)", group="data", metavar="FILE")
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None,
                                          default_text=f"{REWARD_RATES.whole:g}")
     center_rewards_coefficient: float = option("weight of (chosen + rejected)², which keeps rewards about 0; TRL suggests 0.01",

@@ -3,44 +3,56 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from assay.data.token_corpus import Corpus
 from assay.errors import UsageError
-from assay.evaluation.held_out_loss import HeldOut, score_corpus
-from assay.model.placement import default_device
+from assay.evaluation.held_out_loss import HeldOut
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig
 from assay.recipes.run import Run, plain
+from assay.recipes.squeezed_code import CODE, check_own_code, check_seconds, pack_code, reread, score_afresh
 from assay.statistics.estimate import Estimate, ratio
-from assay.store.artifact import assemble_model, open_artifact
-from assay.store.assayz import most_assayz_bytes, read_assayz, write_assayz
+from assay.store.artifact import open_artifact
+from assay.store.assayz import most_assayz_bytes, write_assayz
 from assay.store.ledger import Event
 from assay.verdict import Verdict, proven, refuted
 
 WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is not the model that was trained
 
 
-def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: Tokenizer, max_bytes: int) -> str:
-    """Before anything is trained: what the artifact will take at int5, in words, or a refusal that says what would fit."""
-    most = most_assayz_bytes(of_depth(depth), tokenizer)
-    if most <= max_bytes:
-        return f"the artifact takes at most {most:,} bytes at int5, of {max_bytes:,}; it gets the finest precision that fits"
-    fitting = next((less for less in range(depth - 1, 0, -1) if most_assayz_bytes(of_depth(less), tokenizer) <= max_bytes), None)
+def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: Tokenizer, max_bytes: int, code: int = 0) -> str:
+    """Before anything is trained: what the artifact will take at int5, in words, or a refusal that says what would fit. `code` are the
+    bytes of the code that counts."""
+    most, room = most_assayz_bytes(of_depth(depth), tokenizer), max_bytes - code
+    beside = f" beside {code:,} of code" if code else ""
+    if most <= room:
+        return f"the artifact takes at most {most:,} bytes at int5{beside}, of {max_bytes:,}; it gets the finest precision that fits"
+    fitting = next((less for less in range(depth - 1, 0, -1) if most_assayz_bytes(of_depth(less), tokenizer) <= room), None)
     way = "a tokenizer with fewer tokens" if fitting is None else f"--depth {fitting}, or a tokenizer with fewer tokens"
     raise UsageError(f"--max-bytes {max_bytes:,}: at depth {depth} and {tokenizer.size} tokens the artifact may take {most:,} "
-                     f"bytes at int5; what fits is {way}")
+                     f"bytes at int5{beside}; what fits is {way}")
 
 
-def write_squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: int, length: int, max_bytes: int) -> list[Verdict]:
-    """`RUN/model.assayz` is the handed-over model in at most `max_bytes`. `before` is its score before it was rounded."""
-    where = run.folder / "model.assayz"
-    report = write_assayz(open_artifact(model), where, max_bytes)
+def write_squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, rows: int, length: int, max_bytes: int,
+                   count_code: bool = False, max_seconds: float | None = None) -> list[Verdict]:
+    """`RUN/model.assayz` is the handed-over model in at most `max_bytes`, `RUN/code.zip` among them where code counts. `before` is its
+    score before it was rounded."""
+    where, code, source = run.folder / "model.assayz", run.folder / CODE if count_code else None, open_artifact(model)
+    score = partial(score_afresh, where, corpus, rows=rows, length=length, code=code)
+    if code is not None:
+        write_assayz(source, where, max_bytes)  # a draft, of which it is asked what code it takes
+        pack_code(score_afresh(where, corpus, rows=rows, length=length).modules, code)
+    report = write_assayz(source, where, max_bytes - (0 if code is None else code.stat().st_size))
     after = reread(where, corpus, rows, length)
-    verdicts = [check_bytes(where, max_bytes), check_squeezed_score(before, after)]
+    afresh = score() if code is not None or max_seconds is not None else None
+    verdicts = [check_bytes(where, max_bytes, code), check_squeezed_score(before, after)]
+    verdicts += [check_own_code(afresh, after, code)] if afresh is not None and code is not None else []
+    verdicts += [check_seconds(afresh.seconds, max_seconds, f"opening {where.name} and scoring all held-out text in a fresh process")
+                 ] if afresh is not None and max_seconds is not None else []
     run.log(Event.ARTIFACT, file=where.name, bytes=report.bytes, levels=report.levels, bits=report.bits,
                       score=asdict(after.bits_per_byte), unquantised=asdict(before.bits_per_byte),
                       verdicts=plain([verdict.to_json() for verdict in verdicts]))
@@ -49,19 +61,10 @@ def write_squeezed(run: Run, model: Path, before: HeldOut, corpus: Corpus, *, ro
     return verdicts
 
 
-def reread(where: Path, corpus: Corpus, rows: int, length: int) -> HeldOut:
-    """The score of the file: nothing that made it is used again."""
-    found = read_assayz(where)
-    if found.tokenizer.digest != corpus.tokenizer_digest:
-        raise UsageError(f"{where} was made with tokenizer {found.tokenizer.digest[:12]}, {corpus.folder} with "
-                         f"{corpus.tokenizer_digest[:12]}; score it on a corpus of its own tokenizer")
-    model = assemble_model(found.config, found.tensors, torch.float32).to(default_device())
-    return score_corpus(model.eval(), corpus, rows=rows, length=length, context=length // 2)
-
-
-def check_bytes(where: Path, max_bytes: int) -> Verdict:
-    size = where.stat().st_size
-    words = f"{where.name} is {size:,} bytes with its tokenizer and all that is needed to run it, {max_bytes:,} are allowed"
+def check_bytes(where: Path, max_bytes: int, code: Path | None = None) -> Verdict:
+    size = where.stat().st_size + (0 if code is None else code.stat().st_size)
+    what = "all that is needed to run it" if code is None else f"the code that runs it ({code.name})"
+    words = f"{where.name} is {size:,} bytes with its tokenizer and {what}, {max_bytes:,} are allowed"
     return (proven if size <= max_bytes else refuted)("bytes", words, bytes=size, max_bytes=max_bytes)
 
 

@@ -38,6 +38,7 @@ from assay.model.placement import default_device, require_device
 from assay.model.transformer import Transformer
 from assay.outcome import RunOutcome
 from assay.recipes.run import Run, plain, print_line
+from assay.recipes.squeezed_code import check_seconds
 from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import Array, Estimate, bits_per_byte
 from assay.statistics.known_answers import check_statistics
@@ -98,7 +99,8 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
         notes = Notes(run, texts, without)
         learn_and_note(model, texts, how, BatchedAdapters(patch, slots, model.embed.weight.device), notes)
         seconds = {"without": round(halfway - began, 2), "with": round(time.monotonic() - halfway, 2)}
-        verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model)),
+        timed = [] if config.max_seconds is None else [check_seconds(seconds["with"], config.max_seconds, "reading with the patch")]
+        verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model)), *timed,
                     *witness_reading(model, config, notes, patch, how, without)]
         outcome = TttOutcome(run.folder, verdicts, results=estimates(notes.texts), documents=notes.texts, left_out=dict(left_out),
                              norms=notes.norms, seconds=seconds)

@@ -35,6 +35,8 @@ class Ttt:
     max_regression: float = option("how much more a document may cost than without, as a share", group="evaluation", least=0, default=0.05)
     max_drift: float = option("how many times larger or smaller than at first the kept factors may become", group="evaluation", above=1,
                               default=4.0)
+    max_seconds: float | None = option("the most seconds that reading all documents with the patch may take, by the clock; more is refuted",
+                                       group="evaluation", above=0, default=None, default_text="no limit")
     seed: int = option("seed of the first right factors", group="run", default=0)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
                                 default_text="a GPU where there is one, else cpu")

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.witness.due_gradient import TOKENS_TOGETHER, CostOfTokens, TwinModel, a_few_at_a_time, cross_entropy, right_padded
-from assay.witness.due_rows import DueText, PackedPlan, kept_contents
-from assay.witness.due_texts import NotWitnessed, Renderer, Row, file_rows, fitted, plain_message, read_tools
+from assay.witness.due_rows import DueText, MixedPlan, PackedPlan, kept_contents
+from assay.witness.due_texts import NotWitnessed, Renderer, Row, file_rows, fitted, named_sources, plain_message, read_tools
 
 PAIRED, REWARD_TOKEN_NAME = ("Dpo", "Kto", "RewardModel"), "<|reward|>"
 PROMPTS_APART, MOST_SIDES = 10, 4  # different prompts from which on those are held out; sides of full length that a row has room for
@@ -109,8 +109,7 @@ def said_answers(file: str, number: int, values: Mapping[str, Any]) -> list[Read
 def learned_rows(options: Mapping[str, Any], recipe: str) -> list[ReadPair]:
     """All rows of all files but those that are held out, with all of their prompt where there are enough of those."""
     rows = list[ReadPair]()
-    for named in options["data"]:
-        path = Path(options.get("copies", {}).get(named, named))
+    for path in (Path(file) for file, _ in named_sources(options)):
         for number, values in enumerate(islice(file_rows(path), options.get("limit")), 1):
             rows += said_answers(path.name, number, values) if recipe == "Kto" else [said_pair(path.name, number, values)]
     if options["held_out_data"] is not None:
@@ -134,7 +133,8 @@ class PairPlan:
         self.pairs = {pair.name: pair for pair in pairs}
         sides = max(2, min(MOST_SIDES if options["packing"] else 2, options["batch_tokens"] // options["max_length"]))
         whole = [DueText(pair.name, pair.first.tokens + pair.second.tokens, pair.first.weights + pair.second.weights) for pair in pairs]
-        self.plan = PackedPlan(whole, {**options, "max_length": sides * options["max_length"]})
+        wide, sources = {**options, "max_length": sides * options["max_length"]}, named_sources(options)
+        self.plan: PackedPlan | MixedPlan = PackedPlan(whole, wide) if sources[0][1] is None else MixedPlan(whole, sources, wide)
 
     @property
     def steps(self) -> int:

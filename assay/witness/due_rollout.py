@@ -6,6 +6,7 @@ worked out again, and the reference's log-probabilities come from the fork's byt
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from assay.witness.due_gradient import Adapter, CostOfTokens, TwinModel, right_padded
-from assay.witness.due_rows import DueText, seed_at, shuffled_place
-from assay.witness.due_texts import NotWitnessed, Renderer, Row, training_rows
+from assay.witness.due_rows import DueText, seed_at, shuffled_place, smallest_shares, source_and_number
+from assay.witness.due_texts import NotWitnessed, Renderer, Row, named_sources, training_rows
 
 LEAST_SPREAD, EQUAL_REWARDS = 1e-4, 1e-8  # added to a group's standard deviation; closer than this, rewards are the same
 
@@ -33,13 +34,35 @@ class PromptPlan:
         longest = min(room, options["max_prompt_length"] or room)
         found = [DuePrompt(row.name, prompt_ids(renderer, row)) for row in training_rows(options)]
         self.prompts, self.options = [prompt for prompt in found if len(prompt.ids) <= longest], options
-        self.steps = options["num_train_epochs"] * len(self.prompts) // options["prompts"] * options["num_iterations"]
+        self.take_apart(options)
+
+    def take_apart(self, options: Mapping[str, Any]) -> None:
+        """By source, where --data has weights; else all are one."""
+        weighted = [(f"{Path(file).name}:", weight) for file, weight in named_sources(options) if weight is not None]
+        self.shares = smallest_shares([weight for _, weight in weighted]) if weighted else [1]
+        self.parts = [[each for each in self.prompts if each.name.startswith(begin)] for begin, _ in weighted] or [self.prompts]
+        self.seeds = [seed_at(options["seed"], "source", number) for number, _ in enumerate(weighted)] or [options["seed"]]
+
+    @cached_property
+    def steps(self) -> int:
+        """Until a source would have to be read once more than --num-train-epochs allows."""
+        due, most = 0, [self.options["num_train_epochs"] * len(part) for part in self.parts]
+        while len(self.parts) > 1:
+            source, number = source_and_number(due, self.shares)
+            if number >= most[source]:
+                break
+            due += 1
+        return (due if len(self.parts) > 1 else most[0]) // self.options["prompts"] * self.options["num_iterations"]
 
     def due(self, step: int) -> list[DuePrompt]:
-        size, places = len(self.prompts), self.options["prompts"]
-        first = step // self.options["num_iterations"] * places
-        return [self.prompts[shuffled_place(place % size, size, seed_at(self.options["seed"], "prompts", place // size))]
-                for place in range(first, first + places)]
+        first = step // self.options["num_iterations"] * self.options["prompts"]
+        return [self.prompt_at(place) for place in range(first, first + self.options["prompts"])]
+
+    def prompt_at(self, place: int) -> DuePrompt:
+        source, number = source_and_number(place, self.shares)
+        part = self.parts[source]
+        epoch, within = divmod(number, len(part))
+        return part[shuffled_place(within, len(part), seed_at(self.seeds[source], "prompts", epoch))]
 
 
 def prompt_ids(renderer: Renderer, row: Row) -> list[int]:

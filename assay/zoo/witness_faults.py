@@ -155,7 +155,8 @@ def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
 def reinforce_witnessed(folder: Path, **changed: Any) -> None:
     """With evaluations of the parent and of the last step."""
     (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
-    config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out=str(folder / "run"), prompts=2,
+    data = changed.pop("data", (str(sums_folder() / "sums.jsonl"),))
+    config = Grpo(model=str(sums_folder() / "base"), data=data, out=str(folder / "run"), prompts=2,
                   reward=(f"{folder / 'spread.py'}:spread:1",), num_generations=4, max_completion_length=6, max_steps=2, held_out=0.1,
                   learning_rate=5e-3, warmup_steps=0, save_steps=100, eval_prompts=2, micro_batch_size=8, device="cpu", reward_workers=1,
                   witness="0", **changed)

@@ -12,6 +12,7 @@ from assay.data.chat import TrainingExample
 from assay.data.data_files import read_rows
 from assay.data.layouts import read_conversations
 from assay.data.mixture import (
+    MixedDraws,
     MixedExamples,
     MixedOrder,
     MixedPart,
@@ -25,12 +26,15 @@ from assay.data.mixture import (
 from assay.data.order import Order
 from assay.errors import DataError, UsageError
 from assay.guard.data_order_checks import check_mixture
+from assay.recipes.witness_records import pending_records
 from assay.testing.tiny_models import tiny_tokenizer
 from assay.testing.tiny_training import make_corpus, tiny_corpus, tiny_documents
 from assay.verdict import Outcome
+from assay.witness.due_rollout import DuePrompt, PromptPlan
 from assay.witness.due_rows import DueText, MixedPlan, MixedWindows, source_and_number
+from assay.witness.replay import replay_step
 from assay.zoo.run_faults import sums_folder
-from assay.zoo.witness_faults import a_witnessed_run, nothing
+from assay.zoo.witness_faults import a_witnessed_run, judged_sums, nothing, reinforce_witnessed
 
 SHARES = (7, 3)
 
@@ -124,9 +128,69 @@ def test_a_mixed_fine_tuning_is_replayed_by_the_witness(tmp_path: Path):
     said = a_witnessed_run(data=data, limit=60, num_train_epochs=9)(tmp_path, lambda _: nothing(tmp_path))
     assert said, said
     assert all(each.outcome is Outcome.PROVEN for each in said), said
-    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
-    counted = [each for event in events for each in event.get("verdicts", []) if each["check"] == "mixture"]
+    counted = counted_mixtures(tmp_path / "run")
     assert "asked for 30.0%" in counted[-1]["reason"], counted
+
+
+def counted_mixtures(run: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    return [each for event in events for each in event.get("verdicts", []) if each["check"] == "mixture"]
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_mixed_pairs_and_answers_are_replayed_by_the_witness(recipe: str, tmp_path: Path):
+    """KTO's rows of pairs are two answers each, of one name."""
+    pairs, more = judged_sums()["dpo"], tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps({"prompt": f"So {n}=", "chosen": f"{n}", "rejected": f"{n + 1}, no"}) + "\n" for n in range(21)))
+    data = f"{pairs}:0.7", f"{more}:0.3"
+    said = a_witnessed_run(recipe, data=data, num_train_epochs=9, packing=recipe == "dpo")(tmp_path, lambda _: nothing(tmp_path))
+    assert said
+    assert all(each.outcome is Outcome.PROVEN for each in said), said
+    counted = counted_mixtures(tmp_path / "run")
+    assert "asked for 30.0%" in counted[-1]["reason"], counted
+    assert counted[-1]["outcome"] == "PROVEN"
+
+
+def test_mixed_prompts_are_drawn_by_their_shares_and_replayed_by_the_witness(tmp_path: Path):
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps({"prompt": f"{n} and one is", "answer": str(n + 1)}) + "\n" for n in range(8)))
+    data = (f"{sums_folder() / 'sums.jsonl'}:0.5", f"{more}:0.5")
+    reinforce_witnessed(tmp_path, data=data)
+    said = [replay_step(record) for record in pending_records(tmp_path / "run")]
+    assert said
+    assert all(each.outcome is Outcome.PROVEN for each in said), said
+    counted = counted_mixtures(tmp_path / "run")
+    assert "more.jsonl: 2 of 4 rows (50.0%, asked for 50.0%)" in counted[-1]["reason"], counted
+    drawn = [json.loads(path.read_text())["rollout"] for path in sorted((tmp_path / "run").glob("witness/step-*/record.json"))]
+    assert [sum(group["prompt"].startswith("more.jsonl:") for group in rollout) for rollout in drawn] == [1] * len(drawn)
+    with pytest.raises(UsageError, match="--refill with weights"):
+        reinforce_witnessed(tmp_path, data=data, refill=1)
+
+
+def prompt_plan(sizes: dict[str, int], options: dict[str, Any]) -> PromptPlan:
+    """The witness's, of prompts that are already read."""
+    plan = PromptPlan.__new__(PromptPlan)
+    plan.prompts, plan.options = [DuePrompt(f"{name}:{n}:x", [n]) for name, size in sizes.items() for n in range(size)], options
+    plan.take_apart(options)
+    return plan
+
+
+def test_prompts_end_with_the_first_source_and_the_witness_counts_alike():
+    parts = MixedPart("large", 7, 0, 40), MixedPart("small", 3, 40, 9)
+    draws = MixedDraws(parts, 5, 4, 2)
+    rollouts = draws.prompts_in_all // 4
+    said = check_mixture(draws, rollouts)
+    assert said.outcome is Outcome.PROVEN, said
+    often = Counter(each for rollout in range(rollouts) for each in draws.drawn(rollout))
+    assert draws.times_drawn(rollouts) == Counter(often[number] for number in range(49))
+    plan = prompt_plan({"large": 40, "small": 9}, {"data": ["large:0.7", "small:0.3"], "seed": 5, "prompts": 4, "num_iterations": 1,
+                                                   "num_train_epochs": 2})
+    names = [prompt.name for prompt in plan.prompts]
+    assert plan.steps == rollouts
+    assert [[names.index(prompt.name) for prompt in plan.due(step)] for step in range(rollouts)] == [
+        draws.drawn(step) for step in range(rollouts)]
+    with pytest.raises(UsageError, match="up to 4 of 12 prompts a rollout come from it, and it has 3"):
+        MixedDraws((parts[0], MixedPart("small", 3, 40, 3)), 5, 12, 2)
 
 
 def test_a_mixed_pretraining_is_replayed_by_the_witness(other: Any, tmp_path: Path):

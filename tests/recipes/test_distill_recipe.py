@@ -5,6 +5,8 @@ Saves stay unproven here; tests/recipes/test_sft.py and the toy say what a proof
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from assay import cli
 from assay.data.chat import render_conversations
@@ -42,6 +45,7 @@ from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven
 from tests.recipes.sittings import rows
 
+ROOT = Path(__file__).parents[2]
 LETTERS, LENGTH, K, STEPS = "abcdef", 64, 32, 5
 GOES = (0.5, 0.25, 0.1, 0.15)  # one, two or three letters on, or to an end: no single walk shows this, and the teacher knows it
 
@@ -69,20 +73,32 @@ def write(file: Path, data: Sequence[Any]) -> str:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher of three layers that has read many walks, students that have read none, and a few walks."""
     folder = tmp_path_factory.mktemp("distill")
-    teacher, (tokenizer, stops) = tiny_model("llama", 1, depth=3, windows=(None,) * 3), tokenizer_and_stops()
-    read = render_conversations(read_conversations(write(folder / "many.jsonl", walks(600, "many"))).rows, tokenizer, stops,
-                                length=LENGTH).examples
-    batches = held_out_batches(read, LENGTH, 24)
-    lessons = (batches[step % len(batches)] for step in range(45))
-    for _ in train(teacher, adamw(teacher.named_parameters(), 5e-3), lessons, next_token, micro=24):
-        pass
-    save_model(folder / "teacher", teacher)
+    tokenizer, stops = tokenizer_and_stops()
+    write(folder / "many.jsonl", walks(600, "many"))
+    save_model(folder / "teacher", taught(folder, 3))
     save_model(folder / "student", tiny_model("llama", 0, depth=1, windows=(None,)))
     save_model(folder / "ignorant", tiny_model("llama", 7))
     other = with_new_tokens(tokenizer, ("<think>",))
     checkpoint.write_checkpoint(folder / "stranger", model_contents(tiny_model("llama", 2), other, stops, Lineage()))
     write(folder / "walks.jsonl", walks(120, "few"))
     return folder
+
+
+def taught(folder: Path, depth: int) -> Transformer:
+    """A teacher that has read many walks."""
+    teacher, (tokenizer, stops) = tiny_model("llama", 1, depth=depth, windows=(None,) * depth), tokenizer_and_stops()
+    read = render_conversations(read_conversations(str(folder / "many.jsonl")).rows, tokenizer, stops, length=LENGTH).examples
+    batches = held_out_batches(read, LENGTH, 24)
+    lessons = (batches[step % len(batches)] for step in range(45))
+    for _ in train(teacher, adamw(teacher.named_parameters(), 5e-3), lessons, next_token, micro=24):
+        pass
+    return teacher
+
+
+@pytest.fixture(scope="module")
+def deep(home: Path) -> Path:
+    """A teacher of four layers, for a chain of students."""
+    return save_model(home / "deep", taught(home, 4)).folder
 
 
 def options(home: Path, out: Path, **changed: Any) -> Distill:
@@ -224,6 +240,47 @@ def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
     distilled(config)  # a second sitting finds its student
     with pytest.raises(UsageError, match="expected 2 to 2"):
         distill.distill(options(home, tmp_path / "other", student_layers=3), lambda _: None)
+
+
+def test_a_student_teaches_a_smaller_one(home: Path, deep: Path, tmp_path: Path):
+    """What pipelines/chain.yaml does, within this process: each link comes nearer to its teacher, and is made of the link before it."""
+    links = [options(home, tmp_path / "first", student_layers=3, teacher=str(deep), max_steps=8),
+             options(home, tmp_path / "second", student_layers=2, teacher=str(tmp_path / "first" / "model"), max_steps=8, on_policy=0.5,
+                     divergence="reverse")]
+    for link in links:
+        assert all(verdict.outcome is Outcome.PROVEN for verdict in distilled(link))
+        assert open_artifact(Path(link.out) / "model").config.depth == link.student_layers
+        made_of = open_checkpoint(Path(link.out) / "student").facts["run_config"]["made_of"]
+        assert made_of["weights"] == open_artifact(str(link.teacher)).digest
+
+
+def chained(folder: Path) -> Path:
+    """pipelines/chain.yaml as it is shipped, but for a teacher that lies in a folder, and for what makes a step small."""
+    document = yaml.safe_load((ROOT / "pipelines" / "chain.yaml").read_text())
+    del document["stages"]["teacher"]
+    small = {"max-length": LENGTH, "batch-tokens": 8 * LENGTH, "learning-rate": 5e-3, "warmup-steps": 2, "num-train-epochs": 30,
+             "held-out": 0.25, "max-new-tokens": 24, "device": "cpu"}
+    for stage in document["stages"].values():
+        stage["options"] |= small
+    document["stages"]["first"]["options"]["teacher"] = "${inputs.teacher}"
+    (folder / "chain.yaml").write_text(json.dumps(document, indent=1))
+    return folder / "chain.yaml"
+
+
+@pytest.mark.slow
+def test_the_shipped_chain_of_students_runs_whole_and_is_proven(home: Path, deep: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "assay", "pipeline", str(chained(tmp_path)), "--out", str(tmp_path / "out"), "--input",
+               f"teacher={deep}", f"data={home / 'walks.jsonl'}", "first-layers=3", "second-layers=2", "steps=12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    for name, layers in (("first", 3), ("second", 2)):
+        handed = open_checkpoint(tmp_path / "out" / name / "model")
+        assert handed.hallmark is not None
+        assert open_artifact(handed.folder).config.depth == layers
+    made_of = open_checkpoint(tmp_path / "out" / "second" / "student").facts["run_config"]["made_of"]
+    assert made_of["weights"] == open_artifact(tmp_path / "out" / "first" / "model").digest
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert again.stdout.count("unchanged, not run again") == 2
 
 
 def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -80,11 +80,25 @@ def metrics(config: Dpo, name: str) -> list[float]:
     return [row[name] for row in rows(Path(config.out) / "metrics.jsonl") if name in row]
 
 
-@pytest.mark.parametrize("changed", [{}, {"lora_r": 4, "merge": "never"}, {"loss_type": "ipo", "reference": "live"},
+def sigmoid_run(home: Path, *, lora_r: int = 0) -> Dpo:
+    """A whole run against a stored reference, made once for all tests that compare another with it; it must not be written to."""
+    config = options(home, home / f"sigmoid-{lora_r}", lora_r=lora_r, merge="never")
+    if not Path(config.out).exists():
+        said: list[str] = []
+        preferred(config, said.append)
+        (home / f"sigmoid-{lora_r}.txt").write_text("\n".join(said))
+    return config
+
+
+@pytest.mark.parametrize("changed", [{}, {"lora_r": 4}, {"loss_type": "ipo", "reference": "live"},
                                      {"loss_type": "simpo"}], ids=["sigmoid", "lora", "ipo", "simpo"])
 def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any], home: Path, tmp_path: Path):
-    config, said = options(home, tmp_path / "run", **changed), []
-    preferred(config, said.append)
+    if "loss_type" in changed:
+        config, said = options(home, tmp_path / "run", **changed), []
+        preferred(config, said.append)
+    else:
+        config = sigmoid_run(home, **changed)
+        said = Path(f"{config.out}.txt").read_text().splitlines()
     margins, accuracy = metrics(config, "eval_margin"), metrics(config, "eval_accuracy")
     assert margins[-1] > margins[0]
     assert accuracy[-1] > 0.8
@@ -92,14 +106,13 @@ def test_a_run_learns_what_is_preferred_and_hands_it_over(changed: dict[str, Any
     if config.loss_type != "simpo":
         assert margins[0] == pytest.approx(0, abs=1e-4)
         assert any("PROVEN    initial loss" in line for line in said)
-        assert (tmp_path / "run" / "reference" / "manifest.json").exists() == (config.reference == "stored")
-    handed = {name for name in ("adapter", "model") if (tmp_path / "run" / name).exists()}
+        assert (Path(config.out) / "reference" / "manifest.json").exists() == (config.reference == "stored")
+    handed = {name for name in ("adapter", "model") if (Path(config.out) / name).exists()}
     assert handed == ({"adapter"} if config.lora_r else {"model"})
 
 
 def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    whole, parts = options(home, tmp_path / "whole"), options(home, tmp_path / "parts")
-    preferred(whole)
+    whole, parts = sigmoid_run(home), options(home, tmp_path / "parts")
     over = Trainer.over
 
     def interrupted(trainer: Trainer) -> bool:
@@ -123,9 +136,8 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(home: Path
 def test_a_live_reference_gives_the_stored_ones_losses_and_resumes_bit_for_bit(lora_r: int, home: Path, tmp_path: Path,
                                                                               monkeypatch: pytest.MonkeyPatch):
     """The same numbers but for rounding, since a reference that reads other rows adds in another order; and ln 2 exactly at step 1."""
-    stored, live, parts = (options(home, tmp_path / name, reference=kind, lora_r=lora_r, merge="never") for name, kind in (
-        ("stored", "stored"), ("live", "live"), ("parts", "live")))
-    preferred(stored)
+    stored = sigmoid_run(home, lora_r=lora_r)
+    live, parts = (options(home, tmp_path / name, reference="live", lora_r=lora_r, merge="never") for name in ("live", "parts"))
     preferred(live)
     assert metrics(live, "loss") == pytest.approx(metrics(stored, "loss"), rel=1e-5)
     assert metrics(live, "eval_margin") == pytest.approx(metrics(stored, "eval_margin"), rel=1e-4, abs=1e-5)
@@ -193,21 +205,28 @@ def test_schemas_say_the_same_pair(tmp_path: Path):
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-@pytest.mark.parametrize("schema", ["explicit", "implicit", "text beside conversations", "tools"])
-def test_a_run_on_conversations_passes_its_own_audit_in_every_schema(schema: str, home: Path, tmp_path: Path):
-    """Whole runs: what reads a row is not all that must know a side from a turn."""
-    made = []
-    for row in sums():
-        prompt, good, bad = chat(row["prompt"]), [chat("", row["chosen"])[1]], [chat("", row["rejected"])[1]]
-        made.append({"explicit": {"prompt": prompt, "chosen": good, "rejected": bad},
-                     "implicit": {"chosen": prompt + good, "rejected": prompt + bad},
-                     "text beside conversations": {"prompt": row["prompt"], "chosen": prompt + good, "rejected": prompt + bad},
-                     "tools": {"prompt": prompt, "chosen": good, "rejected": bad, "tools": [TOOL]}}[schema])
+SCHEMAS = ("explicit", "implicit", "text beside conversations", "tools")
+
+
+def in_schema(schema: str, a: int, b: int) -> dict[str, Any]:
+    asked = f"{SCHEMAS.index(schema)}: {a}+{b}="
+    prompt, good, bad = chat(asked), [chat("", f"yes {a + b}")[1]], [chat("", f"no {a + b + 1}")[1]]
+    return {"explicit": {"prompt": prompt, "chosen": good, "rejected": bad},
+            "implicit": {"chosen": prompt + good, "rejected": prompt + bad},
+            "text beside conversations": {"prompt": asked, "chosen": prompt + good, "rejected": prompt + bad},
+            "tools": {"prompt": prompt, "chosen": good, "rejected": bad, "tools": [TOOL]}}[schema]
+
+
+def test_a_run_on_conversations_of_every_schema_by_weight_passes_its_own_audit(home: Path, tmp_path: Path):
+    """A whole run: what reads a row is not all that must know a side from a turn."""
+    files = [write(tmp_path / f"{schema}#1.jsonl", [in_schema(schema, a, b) for a in range(5) for b in range(5)]) for schema in SCHEMAS]
     said: list[str] = []
-    config = options(home, tmp_path / "run", data=(str(write(tmp_path / "pairs#1.jsonl", made)),), max_length=64, batch_tokens=512,
+    config = options(home, tmp_path / "run", data=tuple(f"{file}:0.25" for file in files), max_length=64, batch_tokens=512,
                      micro_batch_tokens=256, max_steps=2)
     dpo.dpo(config, said.append)
     assert any("PROVEN    rendered: " in line for line in said)
+    mixture = next(line for line in said if "PROVEN    mixture: " in line)
+    assert mixture.count("1 of 4 rows (25.0%, asked for 25.0%)") == 4, mixture
     assert metrics(config, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
 

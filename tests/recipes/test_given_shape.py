@@ -1,22 +1,27 @@
-"""Pretraining of given shapes: three families from their config.json, by their own rule of initial weights, replayed by the witness."""
+"""Pretraining of given shapes: every family from its config.json, by its own rule of initial weights; three replayed by the witness."""
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from assay.cli import run as cli_run
 from assay.config import parse
 from assay.errors import UsageError
+from assay.guard.proof import examine_artifact
 from assay.guard.training_guards import check_initial_weights
-from assay.model.families import config_to_hf
+from assay.model.families import FAMILIES, config_to_hf
 from assay.model.transformer import initialised
-from assay.recipes.given_shape import read_shape
+from assay.recipes import hand_over, run
+from assay.recipes.given_shape import NOT_FROM_SCRATCH, read_shape
 from assay.recipes.options import Pretrain
-from assay.recipes.pretrain import chosen_shape
+from assay.recipes.pretrain import chosen_shape, pretrain
+from assay.store.artifact import open_artifact
 from assay.testing.tiny_models import tiny_config
-from assay.testing.tiny_training import tiny_corpus
+from assay.testing.tiny_training import NoProver, tiny_corpus
 from assay.verdict import Outcome
 from assay.zoo.witness_faults import a_witnessed_run, nothing
 
@@ -46,6 +51,33 @@ def test_initial_weights_follow_the_familys_rule_and_steps_are_replayed(family: 
     assert said
     assert all(each.outcome is Outcome.PROVEN for each in said), said
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_FROM_SCRATCH])
+def test_every_family_is_pretrained_from_its_config_and_proven(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole recipe; the proof of what it hands over within this process."""
+    monkeypatch.setattr(run, "Prover", NoProver)
+    monkeypatch.setattr(hand_over, "prove", examine_artifact)
+    path = written(tmp_path, family, initializer_range=0.02)
+    config = Pretrain(corpus=str(tiny_corpus().folder), shape=str(path), out=str(tmp_path / "run"), tokens=128, max_length=16,
+                      batch_tokens=64, micro_batch_tokens=64, eval_documents=2, witness="off", probe_samples=0, device="cpu")
+    found = pretrain(config, lambda _: None)
+    refuted = [verdict for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
+    assert not refuted, refuted
+    proven = {verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.PROVEN}
+    assert {"whole", "architecture", "hashes", "loaded", "values", "score"} <= proven, found.verdicts
+    handed = open_artifact(tmp_path / "run" / "model")
+    assert (handed.config, handed.config.family) == (tiny_config(family), family)
+
+
+def test_a_llama_of_370_million_parameters_is_planned_before_anything_is_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shape = written(tmp_path, "llama", vocab_size=32000, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+                    num_key_value_heads=16, head_dim=64, intermediate_size=2816, tie_word_embeddings=False, max_position_embeddings=2048)
+    began = time.monotonic()
+    assert cli_run(["plan", "pretrain", "--corpus", str(tiny_corpus().folder), "--shape", str(shape), "--tokens", "100000",
+                    "--max-length", "1024"]) == 0
+    assert time.monotonic() - began < 10
+    assert "373,867,520 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("changed", "words"), [

@@ -76,7 +76,8 @@ def test_from_text_to_a_proven_gain(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_without_a_patch_it_is_what_the_model_says_of_the_raw_bytes(tmp_path: Path):
     """Every byte is paid for once, by a plain pass over each document, which fits the context whole."""
-    report = ttt(options(tmp_path, f"--context 200 --text {tmp_path / 'text.txt'} --document-bytes 60"), quiet)
+    report = ttt(options(tmp_path, f"--max-seconds 900 --context 200 --text {tmp_path / 'text.txt'} --document-bytes 60"), quiet)
+    assert next(v for v in report.verdicts if v.check == "time").outcome is Outcome.PROVEN
     artifact = open_artifact(tmp_path / "base")
     model, raw = tiny_model(), (tmp_path / "text.txt").read_bytes()
     assert sum(text.bytes for text in report.documents) == len(raw)
@@ -100,8 +101,10 @@ def test_a_warm_start_is_watched_and_drift_beyond_the_bound_is_refuted(tmp_path:
 
 
 def test_a_rate_that_ruins_documents_is_said_by_name(tmp_path: Path):
-    report = ttt(options(tmp_path, "--learning-rate 1"), quiet)
+    report = ttt(options(tmp_path, "--learning-rate 1 --max-seconds 0.001"), quiet)
     verdicts = {v.check: v for v in report.verdicts}
+    assert verdicts["time"].outcome is Outcome.REFUTED
+    assert "reading with the patch took" in verdicts["time"].reason
     assert verdicts["gain"].outcome is Outcome.REFUTED
     assert verdicts["regressions"].outcome is Outcome.REFUTED
     assert "text.jsonl:" in verdicts["regressions"].reason

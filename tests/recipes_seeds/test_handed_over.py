@@ -5,6 +5,7 @@ Whole runs of a tiny model, in this process. Only the fresh processes of the pro
 
 import json
 import shutil
+import zipfile
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ from assay.recipes import hand_over
 from assay.recipes.hand_over import check_weight_set, export_proven, rescore
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import pretrain
-from assay.recipes.size_limit import check_bytes, check_squeezed_score, reread, write_squeezed
+from assay.recipes.size_limit import check_bytes, check_squeezed_score, write_squeezed
+from assay.recipes.squeezed_code import CODE, FreshScore, check_own_code, pack_code, reread, score_afresh
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model as built
 from assay.store.artifact import open_artifact
@@ -228,6 +230,44 @@ def test_what_cannot_fit_is_refused_before_training(corpus, tmp_path):
         pretrain(options(corpus, tmp_path / "run", depth=3, max_bytes=600_000), lambda _: None)
     with pytest.raises(UsageError, match="what fits is a tokenizer with fewer tokens"):
         pretrain(options(corpus, tmp_path / "run", depth=1, max_bytes=10_000), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_code_that_runs_the_file_counts_where_asked_and_scores_it_alone(averaging, corpus, tmp_path, monkeypatch):
+    """What code it takes is asked of a fresh process here, once, so that only what code leaves is left for the weights."""
+    traced = score_afresh(averaging.folder / "model.assayz", corpus, rows=ROWS, length=LENGTH)
+    monkeypatch.setattr("assay.recipes.size_limit.score_afresh", lambda *given, code=None, **asked: traced if code is None else
+                        score_afresh(*given, code=code, **asked))
+    run = SimpleNamespace(folder=tmp_path, log=Ledger(tmp_path / "ledger.jsonl").append, say=lambda _: None)
+    before = rescore(open_artifact(averaging.folder / "model"), scoring(corpus))
+    allowed = pack_code(traced.modules, tmp_path / "alone.zip") + 60_000
+    found = {verdict.check: verdict for verdict in write_squeezed(run, averaging.folder / "model", before, corpus, rows=ROWS, length=LENGTH,
+                                                                  max_bytes=allowed, count_code=True, max_seconds=0.001)}
+    assert {check for check, verdict in found.items() if verdict.outcome is Outcome.PROVEN} == {"bytes", "artifact score", "artifact code"}
+    assert found["time"].outcome is Outcome.REFUTED
+    assert "0.001 are allowed" in found["time"].reason
+    file, code = tmp_path / "model.assayz", tmp_path / CODE
+    assert found["bytes"].evidence["bytes"] == file.stat().st_size + code.stat().st_size <= allowed
+    assert check_bytes(file, file.stat().st_size, code).outcome is Outcome.REFUTED
+    with zipfile.ZipFile(code) as packed:
+        modules = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in packed.namelist()]
+    assert "assay.store.assayz" in modules
+    assert "assay.recipes.pretrain" not in modules
+    told = reread(file, corpus, ROWS, LENGTH)
+    sound = FreshScore(told.bits_per_byte.mean, 1.0, modules, f"{code}/assay/__init__.py")
+    assert check_own_code(sound, told, code).outcome is Outcome.PROVEN
+    assert "other code than was counted" in check_own_code(sound._replace(origin="/elsewhere/assay"), told, code).reason
+    assert "not the code that the score is of" in check_own_code(sound._replace(mean=2 * sound.mean), told, code).reason
+    pack_code([name for name in modules if name != "assay.store.assayz"], code)
+    with pytest.raises(ArtifactError, match=r"has code\.zip could not score it: .*assayz"):
+        score_afresh(file, corpus, rows=ROWS, length=LENGTH, code=code)
+
+
+def test_code_and_seconds_of_no_artifact_are_refused(corpus, tmp_path):
+    with pytest.raises(UsageError, match="about the artifact of --max-bytes"):
+        pretrain(options(corpus, tmp_path / "run", count_code=True), lambda _: None)
+    with pytest.raises(UsageError, match=r"may take .* bytes at int5 beside [0-9]{3},[0-9]{3} of code"):
+        pretrain(options(corpus, tmp_path / "run", count_code=True, max_bytes=60_000), lambda _: None)
     assert not (tmp_path / "run").exists()
 
 

@@ -94,7 +94,8 @@ def rewarding(folder: Path, **options: Any) -> list[Verdict]:
     def stop(*_: Any) -> Any:
         raise GuardStop("nothing is handed over")
 
-    config = RewardModel(model=str(sums_folder() / "base"), data=(str(judged_sums()["dpo"]),), out=str(folder / "run"), max_length=24,
+    data = options.pop("data", (str(judged_sums()["dpo"]),))
+    config = RewardModel(model=str(sums_folder() / "base"), data=data, out=str(folder / "run"), max_length=24,
                          held_out=0.1, batch_tokens=288, micro_batch_tokens=192, max_steps=2, learning_rate=3e-3, warmup_steps=1,
                          witness="0", save_steps=100, device="cpu", **options)
     with (swap(run, "Prover", RecordingProver), swap(starting_model, "prove_checkpoint", lambda *_, **__: [proven("whole", "taken")]),
@@ -109,6 +110,14 @@ def test_steps_of_a_reward_model_are_proven_and_a_reward_of_another_token_is_see
     usual = bradley_terry.last_tokens
     monkeypatch.setattr(bradley_terry, "last_tokens", lambda documents: usual(documents).roll(-1, 1))
     assert "its loss was" in rewarding(tmp_path / "early")[0].reason
+
+
+def test_mixed_pairs_of_a_reward_model_are_proven(tmp_path: Path):
+    data = f"{judged_sums()['dpo']}:0.6", f"{written(tmp_path / 'more.jsonl', shared_text)}:0.4"
+    found = rewarding(tmp_path, data=data, num_train_epochs=3)
+    assert [verdict.outcome for verdict in found] == [Outcome.PROVEN] * 2, found
+    record = json.loads((sorted((tmp_path / "run").glob("witness/step-*"))[0] / "record.json").read_text())
+    assert {id.partition(":")[0] for row in record["ids"] for id in row} == {"dpo.jsonl", "more.jsonl"}
 
 
 def test_a_live_reference_that_says_a_little_else_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
