@@ -366,7 +366,7 @@ def row_prove(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 REWARD = """def reward(prompt, completion, row):
-    return sum(completion.encode()) % 8 / 7
+    return 1.0 if completion.strip() == row["gold_completion"] else sum(completion.encode()) % 8 / 16
 """
 
 
@@ -382,7 +382,7 @@ def row_grpo(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     without_proofs()
     home = Path(tempfile.mkdtemp(prefix="size-grpo-"))
     (home / "drawn.py").write_text(REWARD)
-    asked = [{"prompt": f"What is {i} + {i * 7 % 89}? ", "completion": "so much"} for i in range(40 * flags.prompts)]  # no gold to pay for
+    asked = [{"prompt": f"What is {i} + {i * 7 % 89}? ", "gold_completion": f"It is {i + i * 7 % 89}."} for i in range(40 * flags.prompts)]
     for name, rows in (("train", asked[4:]), ("held-out", asked[:4])):
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     clock, began, made = Clock(1, 1, flags.device), time.perf_counter(), list[Any]()
