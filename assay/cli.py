@@ -156,9 +156,9 @@ def _dispatch(argv: list[str]) -> int:
     except SystemExit as done:  # argparse ends the process after --help
         return int(done.code or 0)
     if getattr(flags, "gpus", 1) > 1 and "WORLD_SIZE" not in os.environ:
-        from assay.recipes.processes import launch_processes
+        from assay.recipes.processes import launch_processes, shards_for
 
-        return launch_processes(argv, flags.gpus)
+        return launch_processes([*argv, *shards_for(flags)], flags.gpus)
     from assay.store.scratch import sweep_scratch
 
     sweep_scratch()

@@ -83,7 +83,7 @@ def _tune(model: Transformer, tuned: dict[str, Tensor], rows: Sequence[AskedRow]
             if held.rows:
                 loss = loss + options.hold * held.divergence(model, drawn(len(held.rows), count, seed, name, step))
         if not torch.isfinite(loss):
-            raise DataError(f"step {step} of the tuning met a loss of {float(loss)}; lower --tune-lr")
+            raise DataError(f"step {step} of the tuning met a loss of {loss.item()}; lower --tune-lr")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -37,6 +37,7 @@ WITNESS_HELP = ("steps, drawn by the seed, that a fresh process replays from opt
                 "off: none")
 FSDP_HELP = ("with several processes: each holds a part of parameters, gradients and moments (FSDP2), which saves memory; the result "
              "depends on the number of processes, by rounding alone")
+SHARDS_HELP = "parts that a step is cut into for several processes; the result depends on it, and not on how many there are"
 REPLICA_HELP = ("with several processes: every so many steps, and at every save, all of them say what they hold (each tensor by digest or, "
                 "with --fsdp, its own rows of what is frozen, its steps and its norm), and must agree; 0: at saves alone")
 LIMIT_HELP = "read only the first so many rows of each file of --data"
@@ -119,8 +120,7 @@ class Pretrain:
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
     gpus: int = option("processes of this machine that compute the run together, one on each GPU; torchrun starts them on several machines",
                        group="run", least=1, default=1)
-    shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
-                         group="optimizer", least=1, default=1)
+    shards: int = option(SHARDS_HELP, group="optimizer", least=1, default=1, default_text="1; with --gpus 8, or as many as GPUs")
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)
@@ -201,8 +201,7 @@ class Trained:
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None, default_text=DEVICE)
     gpus: int = option("processes of this machine that compute the run together, one on each GPU; torchrun starts them on several machines",
                        group="run", least=1, default=1)
-    shards: int = option("parts that a step is cut into for several processes; the result depends on it, and not on how many there are",
-                         group="optimizer", least=1, default=1)
+    shards: int = option(SHARDS_HELP, group="optimizer", least=1, default=1, default_text="1; with --gpus 8, or as many as GPUs")
     fsdp: bool = option(FSDP_HELP, group="memory", default=False)
     replay_steps: int = option("every so many steps one micro-batch is computed twice, and must give the same bits: a chip that computes "
                                "wrong now and then is found; 0: never", group="checkpoints", least=0, default=0)

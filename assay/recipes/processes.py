@@ -33,6 +33,7 @@ from assay.recipes.options import Pretrain, Trained
 from assay.verdict import Verdict, proven, refuted
 
 PARITY = 1e-2  # of the gradient's norm; sums of bf16 products in another order differ by 1e-3, a share left out by 0.1 or more
+USUAL_SHARDS = 8  # of a step, where several GPUs are asked for and nothing else is
 SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 
@@ -238,6 +239,11 @@ def require_global(step: Step) -> None:
 
 def _loss_of(compute: Accumulate, *given: Any) -> Tensor:
     return compute(*given).loss
+
+
+def shards_for(config: Trained | Pretrain) -> list[str]:
+    """What `--gpus` alone means: a number of shards that the usual numbers of GPUs divide, so that the run may go on with fewer."""
+    return [] if config.fsdp or config.shards > 1 else ["--shards", str(max(USUAL_SHARDS, config.gpus))]
 
 
 def launch_processes(words: Sequence[str], count: int) -> int:

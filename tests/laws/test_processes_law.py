@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from assay.cli import run as cli_run
 from assay.errors import AssayError, GuardStop
 from assay.learn import parallel
 from assay.model.world import World
 from assay.outcome import RunOutcome
-from assay.recipes import distill, grpo, hand_over, run, sft, starting_model
+from assay.recipes import distill, grpo, hand_over, processes, run, sft, starting_model
 from assay.recipes.options import Distill, Sft
 from assay.store.checkpoint import open_checkpoint, step_folders
 from assay.store.ledger import read_chain
@@ -266,3 +267,15 @@ def test_the_command_starts_its_processes_or_is_started_by_torchrun(launch: list
     assert found.stdout.count("2 processes compute 4 shards") == 1
     recipes(home, tmp_path / "alone")["sft"]()
     assert digests(tmp_path / "run") == digests(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(("asked", "given"), [
+    (["--gpus", "2"], ["--shards", "8"]), (["--gpus", "16"], ["--shards", "16"]), (["--gpus", "2", "--shards", "4"], []),
+    (["--gpus", "2", "--fsdp"], [])])
+def test_gpus_alone_cut_a_step_so_that_fewer_may_go_on(asked, given, monkeypatch):
+    launched = []
+    monkeypatch.setattr(processes, "launch_processes", lambda words, count: launched.append((words, count)) or 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = ["sft", "--model", "base", "--data", "rows.jsonl", "--out", "run", *asked]
+    assert cli_run(words) == 0
+    assert launched == [([*words, *given], int(asked[1]))]
