@@ -37,6 +37,7 @@ TINY = 2e-6  # nats: the last bits of an fp32 log-probability of a rare token
 # Of SmolLM2 that is 0.02 nats a sampled token and 0.05 a token of a prompt, which is rarer; a rollout engine in bf16 that was right
 # has been seen 0.015 from its trainer, one with lost weights 0.2 (trl PR 5313). More than COARSE is no rounding.
 EXACT, COARSE = 1e-3, 0.1
+MOST_LAST_BITS = 1e-4, EXACT  # of what fp32's sums alone explain, a token and of a single one: keys of old weights are off by 0.01
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class LogprobFloor:
 
     @property
     def demanded(self) -> bool:
-        """Of no token: nothing was measured, nothing may differ, and no later measurement widens it."""
+        """Of no token: no two engines were compared, nothing but the last bits may differ, and no later measurement widens it."""
         return self.tokens == 0
 
     @property
@@ -91,6 +92,20 @@ def measure_logprob_floor(model: Transformer, sequences: Sequence[Ids], temperat
     apart = (at_once - _one_by_one(model, tokens, prompt, temperature)).abs()
     return LogprobFloor(float(apart.mean()), float(apart.max()), apart.numel(), float((at_once - exact).abs().mean()),
                         float(apart.std(correction=0)))
+
+
+@torch.no_grad()
+def measure_last_bits(model: Transformer, sequences: Sequence[Ids], temperature: float, prompt: int) -> LogprobFloor:
+    """What the order of fp32's sums alone may do to the log-probability of any token, drawn or not, whatever the run computes in: a policy
+    that has learned is sure of nearly all it draws, and the rare token that it draws next is farther off than those.
+
+    Sequences of one length. What is demanded of an engine that shall be the trainer, so of no token.
+    """
+    tokens = torch.tensor([list(ids) for ids in sequences], device=model.embed.weight.device)
+    with fp32_uncompiled(model):
+        at_once_BTV = _logprobs(model, model.hidden(tokens)[:, prompt - 1:-1], temperature)
+        apart_BT = (at_once_BTV - _decoded(model, tokens, prompt, temperature)).abs().amax(-1)
+    return LogprobFloor(min(float(apart_BT.mean()), MOST_LAST_BITS[0]), min(float(apart_BT.max()), MOST_LAST_BITS[1]), 0)
 
 
 def floor_anew(model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
@@ -250,6 +265,11 @@ def check_sampled_ids(batch: Batch, prompts: Sequence[Ids], completions: Sequenc
 
 
 def _one_by_one(model: Transformer, tokens_BT: torch.Tensor, prompt: int, temperature: float) -> torch.Tensor:
+    return _decoded(model, tokens_BT, prompt, temperature).gather(-1, tokens_BT[:, prompt:, None]).squeeze(-1)
+
+
+def _decoded(model: Transformer, tokens_BT: torch.Tensor, prompt: int, temperature: float) -> torch.Tensor:
+    """(B, T - prompt, V): every token's log-probability at each place after the prompt, decoded over the cache."""
     (B, T), c, device = tokens_BT.shape, model.config, tokens_BT.device
     cache = SlotCache(c.depth, B, T, c.kv_heads, c.head_dim, dtype=model.compute_dtype or model.embed.weight.dtype, device=device)
     filling = PrefillView(cache, cache.places(torch.zeros_like(tokens_BT[:, :prompt]), torch.arange(B, device=device)))
@@ -257,8 +277,12 @@ def _one_by_one(model: Transformer, tokens_BT: torch.Tensor, prompt: int, temper
     for column in range(prompt, T - 1):
         view = DecodeView(cache, torch.full((B,), column, device=device), column + 1)
         states.append(model.hidden(tokens_BT[:, column:column + 1], cache=view)[:, -1])
-    logprobs_BTV = (policy_logits(model, torch.cat(states)) / temperature).log_softmax(-1).view(len(states), B, -1).transpose(0, 1)
-    return logprobs_BTV.gather(-1, tokens_BT[:, prompt:, None]).squeeze(-1)
+    return _logprobs(model, torch.stack(states, 1), temperature)
+
+
+def _logprobs(model: Transformer, states_BTD: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_NV = policy_logits(model, states_BTD.flatten(0, 1))
+    return (logits_NV / temperature).log_softmax(-1).view(*states_BTD.shape[:2], -1)
 
 
 def _arrays(logprobs: Logprobs) -> list[NDArray[np.float64]]:

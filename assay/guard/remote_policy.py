@@ -15,14 +15,14 @@ import torch
 
 from assay.generate.generation_request import Completion, Sampling
 from assay.generate.policy_logprobs import completion_logprobs
-from assay.guard.policy_identity import EXACT, SLACK, Ids, LogprobFloor, Logprobs
+from assay.guard.policy_identity import EXACT, SLACK, Ids, LogprobFloor, Logprobs, measure_last_bits
 from assay.learn.importance import ImportanceWeights
 from assay.model.placement import fp32_uncompiled, uncompiled
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted
 
 CANARIES, CANARY_TOKENS, CANARY_ANSWERS, CANARY_NEW = 4, 400, 2, 8  # vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
-NO_FLOOR = LogprobFloor(0.0, 0.0, 0)  # its bounds leave the last bits of an fp32 log-probability, and nothing else
+NO_FLOOR = LogprobFloor(0.0, 0.0, 0)  # its bounds leave the last bits of a small fp32 log-probability, and nothing else
 # A server in half precision rounds its logits too, where the trainer's stay fp32: vLLM in bf16 was seen 0.018 to 0.025 nats a token off
 # with the right weights, and an engine with lost ones 0.2 (see COARSE).
 HALF_LOGITS = 0.05
@@ -38,6 +38,7 @@ class CanaryAnswers(NamedTuple):
     trainer: list[list[float]]
     exact: list[list[float]]  # the trainer in fp32
     rounded: list[list[float]]  # the trainer in the server's number format
+    last_bits: LogprobFloor  # of fp32, with the weights as they are
 
 
 def canary_prompts(texts: Sequence[Ids], length: int) -> list[tuple[int, ...]]:
@@ -70,7 +71,9 @@ def scored_canaries(model: Transformer, prompts: Sequence[tuple[int, ...]], said
         exact = scored()
         model.compute_dtype = served  # put back by the block
         rounded = exact if served == torch.float32 else scored()
-    return CanaryAnswers(asked, flat, [list(answer.logprobs) for answer in flat], trainer, exact, rounded)
+    as_long = [(*prompt, *ids, *[prompt[0]] * sampling.max_new)[:len(prompt) + sampling.max_new] for prompt, ids in pairs]  # any ids tell
+    last_bits = measure_last_bits(model, as_long, sampling.temperature, len(asked[0]))
+    return CanaryAnswers(asked, flat, [list(answer.logprobs) for answer in flat], trainer, exact, rounded, last_bits)
 
 
 def engine_floor(answers: CanaryAnswers) -> LogprobFloor:
@@ -84,15 +87,20 @@ def rounding_of(answers: CanaryAnswers) -> float:
     return float(np.abs(_flat(answers.trainer) - exact).mean() + np.abs(_flat(answers.rounded) - exact).mean())
 
 
-def check_engine_floor(floor: LogprobFloor, engine: str, served: torch.dtype, *, same: bool) -> Verdict:
-    """Before the first step. Where nothing is corrected, nothing may differ."""
+def with_last_bits(floor: LogprobFloor, last_bits: LogprobFloor) -> LogprobFloor:
+    """A floor that was measured on a few tokens of older weights, with room for any token of the weights as they are."""
+    return replace(floor, mean=max(floor.mean, last_bits.mean), most=max(floor.most, last_bits.most))
+
+
+def check_engine_floor(floor: LogprobFloor, engine: str, served: torch.dtype, *, same: bool, last_bits: LogprobFloor = NO_FLOOR) -> Verdict:
+    """Before the first step. Where nothing is corrected, nothing may differ but the last bits."""
     words = f"{engine} and the trainer differ by {floor.mean:.1e} nats a token (at most {floor.most:.1e}, {floor.tokens} tokens)"
     explained = EXACT + SLACK * floor.rounding + (0.0 if served == torch.float32 else HALF_LOGITS)
     if not floor.mean <= explained:
         return refuted("engine_floor", f"{words}, rounding explains {explained:.0e}: it serves another model, or log-probabilities of "
                        "another distribution", mean=str(floor.mean), rounding=str(floor.rounding))
-    if same and not floor.mean <= NO_FLOOR.bound:
-        return refuted("engine_floor", f"{words}, and without a correction {NO_FLOOR.bound:.0e} is the most: its kernels are not the "
+    if same and not floor.mean <= last_bits.bound:
+        return refuted("engine_floor", f"{words}, and without a correction {last_bits.bound:.0e} is the most: its kernels are not the "
                        "trainer's; leave --no-vllm-importance-sampling-correction out", mean=str(floor.mean))
     return proven("engine_floor", words, mean=floor.mean, most=floor.most, tokens=floor.tokens, rounding=floor.rounding)
 

@@ -19,13 +19,15 @@ from assay.data.batch import Batch
 from assay.guard.loss_preflight import loss_gradients
 from assay.guard.policy_identity import document_arrays
 from assay.learn.advantage import Normalise
-from assay.learn.objectives import Objective
+from assay.learn.objectives import Loss, Objective
+from assay.learn.policy import token_logprobs
 from assay.model.attention import PADDING
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
 SAME_WEIGHT = 1e-5  # relative: token weights are held in fp32
 HASH_BASE = 1_000_003
+LEFT_TO_LEARN = -1e-3  # nats: below it a token that counts has a gradient; of one that is certain nothing may be left
 FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
 
 
@@ -179,9 +181,10 @@ def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch
     if not inserted.any() or not batch.weight.any():
         return unproven("inserted_tokens", "nothing was inserted, or nothing counts", optional=True)
     assert batch.advantage is not None
-    total, _ = _state_gradients(model, objective, batch)
+    loss, _ = _state_gradients(model, objective, batch)
     strange = torch.where(sampled_BT.to(batch.tokens.device), 0.0, 100.0)
-    other, gradient = _state_gradients(model, objective, replace(batch, advantage=batch.advantage + strange))
+    changed, gradient = _state_gradients(model, objective, replace(batch, advantage=batch.advantage + strange))
+    total, other = float(loss.total.detach()), float(changed.total.detach())
     wrong = int((gradient[:, :-1].abs().amax(-1).cpu() != 0)[inserted].sum())
     if wrong or total != other:
         return refuted("inserted_tokens", f"{wrong} of {int(inserted.sum())} inserted tokens are learned from, and with an advantage at "
@@ -191,18 +194,62 @@ def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch
                   inserted=int(inserted.sum()), sampled=learned)
 
 
-def _state_gradients(model: Transformer, objective: Objective, batch: Batch) -> tuple[float, torch.Tensor]:
+def check_inserted_ids(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor, temperature: float) -> Verdict:
+    """Whatever a tool or a template says, the same tokens are learned from: with other ids in the inserted places the loss has the same
+    weight, what does not count gets no gradient, and whatever had one has one still.
+
+    The other ids are the inserted ones, each a place further left, so that turns seem to begin elsewhere. As the text changes, so does what
+    the policy thinks of its own words; they are taken for drawn as it thinks now, or the clip would silence some.
+    """
+    assert batch.documents is not None
+    assert batch.advantage is not None
+    inserted = ~sampled_BT.to(batch.tokens.device) & (batch.documents != PADDING)
+    batch = replace(batch, advantage=torch.where(inserted, 100.0, batch.advantage))  # so that a gradient would show
+    other = replace(batch, tokens=_moved_left(batch.tokens, inserted))
+    places = int((other.tokens != batch.tokens).sum())
+    if not places or not batch.weight.any():
+        return unproven("inserted_ids", "nothing was inserted that could be another text, or nothing counts", optional=True)
+    with torch.no_grad():
+        logprobs = token_logprobs(model, other, temperature)[0]
+    other = replace(other, behaviour=logprobs, reference=None if batch.reference is None else logprobs)
+    before, after = (_state_gradients(model, objective, each) for each in (batch, other))
+    had, has = (torch.nn.functional.pad(gradient.abs().amax(-1) != 0, (1, 0))[:, :-1] for _, gradient in (before, after))
+    wrong, lost = int((has & (batch.weight == 0)).sum()), int((had & ~has & (logprobs < LEFT_TO_LEARN)).sum())
+    weights = float(before[0].weight), float(after[0].weight)
+    words = f"with other ids in {places} inserted places"
+    if wrong or lost or weights[0] != weights[1]:
+        return refuted("inserted_ids", f"{words} {wrong} tokens get a gradient that do not count, {lost} have lost theirs, and the loss "
+                       f"has the weight {weights[1]:.6g} instead of {weights[0]:.6g}: a tool's words decide what is trained on; take what "
+                       "counts from the batch's weights, and look for nothing in its ids", gained=wrong, lost=lost)
+    return proven("inserted_ids", f"{words} the same {int(has.sum())} tokens get a gradient, none of them inserted", places=places,
+                  learned=int(has.sum()))
+
+
+def _moved_left(tokens_BT: torch.Tensor, places_BT: torch.Tensor) -> torch.Tensor:
+    """In each row the ids at these places, each to the one before; the first to the last."""
+    moved = tokens_BT.clone()
+    for row, places in zip(moved, places_BT, strict=True):
+        row[places] = row[places].roll(-1)
+    return moved
+
+
+def _state_gradients(model: Transformer, objective: Objective, batch: Batch) -> tuple[Loss, torch.Tensor]:
     """The loss, and its gradient at the state that predicts each token."""
     held: list[torch.Tensor] = []
+    losses: list[Loss] = []
 
     def keep(_: object, __: object, states: torch.Tensor) -> torch.Tensor:
         held.append(states.detach().requires_grad_())
         return held[-1]
 
+    def measured() -> torch.Tensor:
+        losses.append(objective(model, batch))
+        return losses[-1].total
+
     handle = model.norm.register_forward_hook(keep)
     try:
-        total, _ = loss_gradients(model, lambda: objective(model, batch).total)
+        loss_gradients(model, measured)
     finally:
         handle.remove()
     gradient = held[-1].grad
-    return total, torch.zeros_like(held[-1]) if gradient is None else gradient
+    return losses[-1], torch.zeros_like(held[-1]) if gradient is None else gradient

@@ -88,13 +88,14 @@ class ShardedModel:
         self._computing = False
         self._bad = torch.zeros((), device=world.device)
         self._writer = ThreadPoolExecutor(1, "share")
-        self._writing: Future[None] = self._writer.submit(lambda: None)
+        self._writing: Future[None] | None = None
 
     def answer_calls(self) -> None:
         """What every process but the first does until the run ends."""
         for call in self.world.calls():
             getattr(self, call["do"])(**call["given"])
-        self._writing.result()
+        self._written()
+        self._writer.shutdown()
 
     # ---------------------------------------------------------------- from whole to parts
 
@@ -585,9 +586,14 @@ class ShardedModel:
         foreign = {name: tensor.contiguous() for name, tensor in to_foreign(layout, weights).items()}
         save = SharedSave(self.world, number, tuple(sorted(set(owners.values()))))
         if self.world.rank in save.writers[1:]:
-            self._writing.result()
+            self._written()
             self._writing = self._writer.submit(save.write_share, {"model": foreign, "optimizer": state})
         return save, foreign, state
+
+    def _written(self) -> None:
+        """Once this process's share of the last save is whole; raises what its write raised."""
+        if self._writing is not None:
+            self._writing.result()
 
     # ---------------------------------------------------------------- guards
 

@@ -28,6 +28,7 @@ from assay.guard.rollout_checks import SiblingCounts, check_none_held_out, check
 from assay.guard.trajectory_checks import (
     check_episode_rewards,
     check_every_turn,
+    check_inserted_ids,
     check_inserted_tokens,
     check_kinds,
     check_token_law,
@@ -298,11 +299,17 @@ class EpisodeCollector:
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
         """What is asked of episodes beyond what is asked of completions. `batch` is that of `draw_for_preflight`, on its device."""
-        rows = episode_rows(self.rehearsed)
-        order = sorted(range(len(rows)), key=lambda row: -len(rows[row].sequence.turns))[:PREFLIGHT_SEQUENCES]
-        part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()}).to(batch.tokens.device)  # type: ignore[arg-type]
-        inserted = check_inserted_tokens(self.model, objective, part, sampled_mask([rows[row] for row in order], part.tokens.shape[1]))
-        return [*self.sampler.verdicts(), inserted]
+        inserted = check_inserted(self.model, objective, batch, episode_rows(self.rehearsed), self.config.temperature)
+        return [*self.sampler.verdicts(), *inserted]
+
+
+def check_inserted(model: Transformer, objective: Objective, batch: Batch, rows: Sequence[EpisodeRow], temperature: float) -> list[Verdict]:
+    """What was inserted is not learned from, and other words there change nothing: by the gradients of the sequences of most turns."""
+    counts = batch.weight.any(1).tolist()
+    order = sorted(range(len(rows)), key=lambda row: (not counts[row], -len(rows[row].sequence.turns)))[:PREFLIGHT_SEQUENCES]
+    part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()})  # type: ignore[arg-type]
+    part, mask = part.to(model.embed.weight.device), sampled_mask([rows[row] for row in order], part.tokens.shape[1])
+    return [check_inserted_tokens(model, objective, part, mask), check_inserted_ids(model, objective, part, mask, temperature)]
 
 
 def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> list[bool]:

@@ -23,7 +23,6 @@ from assay.guard.remote_policy import (
     CANARY_ANSWERS,
     CANARY_NEW,
     CANARY_TOKENS,
-    NO_FLOOR,
     CanaryAnswers,
     canary_prompts,
     check_canaries,
@@ -33,6 +32,7 @@ from assay.guard.remote_policy import (
     floor_of_server,
     rounding_of,
     scored_canaries,
+    with_last_bits,
 )
 from assay.learn.importance import ImportanceWeights, corrected
 from assay.model.special_tokens import SpecialTokens
@@ -86,6 +86,7 @@ class RemoteSampler(Sampler):
         self.canaries = canary_prompts(texts, min(CANARY_TOKENS, room))
         self.sampling = Sampling(max_new=CANARY_NEW, temperature=temperature)
         self.floor: LogprobFloor | None = None  # of engine and number format; measured at the first hand-over of a sitting
+        self.last_bits: LogprobFloor | None = None  # of the weights that were handed over last
         self.importance: ImportanceWeights | None = None
         self._shown: list[Verdict] = []
 
@@ -112,8 +113,10 @@ class RemoteSampler(Sampler):
         answers = self._ask_canaries()
         if self.floor is None:
             self.floor = engine_floor(answers)
-            self._shown.append(check_engine_floor(self.floor, self._engine_words, self.server.dtype, same=self.cap is None))
+            self._shown.append(check_engine_floor(self.floor, self._engine_words, self.server.dtype, same=self.cap is None,
+                                                  last_bits=answers.last_bits))
             answers = self._ask_canaries()  # now from the cache of prefixes
+        self.last_bits = answers.last_bits
         self._shown.append(check_canaries(answers, self._canary_floor(answers), version))
 
     def _ask_canaries(self) -> CanaryAnswers:
@@ -124,8 +127,8 @@ class RemoteSampler(Sampler):
         """Rounding grows with the logits, so it is measured on the weights as they are."""
         assert self.floor is not None
         if self.cap is None:
-            return NO_FLOOR
-        return replace(self.floor, rounding=max(self.floor.rounding, rounding_of(answers)))
+            return answers.last_bits
+        return with_last_bits(replace(self.floor, rounding=max(self.floor.rounding, rounding_of(answers))), answers.last_bits)
 
     @property
     def _engine_words(self) -> str:
@@ -139,8 +142,9 @@ class RemoteSampler(Sampler):
         return [*self._shown, self.remote.check_replies(), *weighed]
 
     def identity_floor(self, own: LogprobFloor) -> LogprobFloor:
-        assert self.floor is not None
-        return NO_FLOOR if self.cap is None else floor_of_server(self.floor, own, self.server.dtype)
+        assert self.floor is not None, "nothing was handed over yet"
+        assert self.last_bits is not None
+        return self.last_bits if self.cap is None else with_last_bits(floor_of_server(self.floor, own, self.server.dtype), self.last_bits)
 
     def corrected(self, batch: Batch, trainer_logprobs: Callable[[Batch], Tensor]) -> Batch:
         if self.cap is None:

@@ -156,6 +156,7 @@ class Run:
         self._tidying: Future[None] | None = None
         self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
         self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
+        self.close_records: Callable[[], None] = lambda: None  # and ends their thread
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
         self._told_time = False
@@ -423,6 +424,7 @@ class Run:
             finally:
                 self._tell_time()
                 self.ledger.close()
+                self.close_records()
                 if self.remote is not None:
                     self.remote.close()
 

@@ -133,7 +133,7 @@ class Trainer:
         self.consumed: Verdict | None = None  # whether the steps that were last read back read what was planned
         self._informed = False  # a step since the last account had a gradient
         self.records = WitnessRecords(self, witnesses=run.witnesses)
-        run.settle_records = self.records.settle
+        run.settle_records, run.close_records = self.records.settle, self.records.close
         self._unkept: Step | None = None  # the last step, until it is known that nothing touches the weights after it
 
     # ---------------------------------------------------------------- before the first step

@@ -92,6 +92,10 @@ class WitnessRecords:
         while self._writing:
             self._writing.pop(0).result()
 
+    def close(self) -> None:
+        """Wait for what is being written; nothing more is kept."""
+        self._writer.shutdown()
+
     def _empty_folder(self, number: int) -> Path:
         where = self.folder / f"step-{number:06d}"
         where.mkdir(parents=True, exist_ok=True)

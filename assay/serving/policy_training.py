@@ -46,7 +46,7 @@ from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.probe_logits import probe_inputs
 from assay.recipes.episode_batch import episode_batch, episode_rows, of_turns
-from assay.recipes.episode_rollouts import turns_of
+from assay.recipes.episode_rollouts import check_inserted, turns_of
 from assay.recipes.rollout_batch import Layout, batch_logprobs
 from assay.recipes.run import append_json_rows
 from assay.recipes.starting_model import AdapterModel
@@ -221,6 +221,8 @@ class ServedPolicy:
         law = check_token_law(batch, sampled, whole, stop_ids=self.model.engine.stop_ids, cap=0)  # a client caps each turn as it likes
         paid = check_episode_rewards(every, [reward for group in rewards for reward in group], self.given)
         verdicts = [version, check_every_turn(sampled, every), law, paid, self._check_identity(batch, every)]
+        if self.updates == 0:
+            verdicts += check_inserted(self.weights, policy_gradient(self.asked), batch, episode_rows(every), self.asked.temperature)
         if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
             raise GuardStop(f"not trained: {against[0].check}: {against[0].reason}")
         return self._update(named, every, batch, verdicts)

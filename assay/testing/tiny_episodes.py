@@ -21,6 +21,7 @@ from assay.guard.policy_identity import check_version, version_name
 from assay.guard.trajectory_checks import (
     check_episode_rewards,
     check_every_turn,
+    check_inserted_ids,
     check_inserted_tokens,
     check_kinds,
     check_token_law,
@@ -75,13 +76,14 @@ def run_episodes(template: str = REWRITING_TEMPLATE) -> list[Verdict]:
     sequences = Counter(sequence.ids for trajectory in trajectories if trajectory.error is None for sequence in trajectory.sequences)
     every = Counter(kind_of(each) for group in played.groups for each in group)
     dropped = every - Counter(kind_of(each) for each in trajectories if each.error is None)
-    shown = replace(batch, reference=batch.behaviour)
+    shown, objective = replace(batch, reference=batch.behaviour), policy_gradient(Surrogate())
     return [check_version([turn.completion.version for turn in played.sampled], version_name(0, fingerprint(model))),
             check_every_turn(played.sampled, trajectories),
             check_token_law(batch, played.sampled, sequences, stop_ids=TURN_STOPS, cap=TURN_TOKENS),
             check_trajectory_weights(batch, trajectories, counted, "sequence", TURNS * TURN_TOKENS),
             check_episode_rewards(trajectories, [reward for group in rewards for reward in group], played.given),
-            check_kinds(dropped, every, 0.05), check_inserted_tokens(model, policy_gradient(Surrogate()), shown, mask)]
+            check_kinds(dropped, every, 0.05), check_inserted_tokens(model, objective, shown, mask),
+            check_inserted_ids(model, objective, shown, mask, 1.0)]
 
 
 TURN_STOPS = tuple(range(250, 258))

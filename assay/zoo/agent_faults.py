@@ -72,6 +72,26 @@ def unmasked_objective(usual: Any, asked: Any) -> Any:
     return everything
 
 
+@rollout_fault("turn looked for in the ids", ("N15",), "loss", "inserted_ids")
+@in_place_of(tiny_episodes, "policy_gradient")
+def turn_found_by_its_header(usual: Any, asked: Any) -> Any:
+    """A completion-only loss: what follows the last header of an assistant counts, wherever the last one stands. Where no tool writes
+    such a header, that is what was sampled."""
+    objective = usual(asked)
+    header = torch.tensor(tiny_episodes.templated(tiny_episodes.REWRITING_TEMPLATE).encode("<|im_start|>assistant\n"))
+
+    def completion_only(model: Any, batch: Batch) -> Any:
+        assert batch.documents is not None
+        weight = batch.weight.clone()
+        for row, ids, documents in zip(weight, batch.tokens, batch.documents, strict=True):
+            found = (ids.unfold(0, len(header), 1) == header).all(-1).nonzero()
+            follows = torch.arange(len(ids)) >= (int(found[-1]) + len(header) if len(found) else len(ids))
+            row[follows & (documents != PADDING)] = row.max()
+        return objective(model, replace(batch, weight=weight))
+
+    return completion_only
+
+
 @rollout_fault("old assistant turns trained as new", ("N17",), "mask", "token_law")
 @in_place_of(Transcript, "branch")
 def history_trained(usual: Any, self: Transcript, messages: Any, pieces: Sequence[Piece]) -> None:

@@ -57,7 +57,7 @@ def test_a_run_over_episodes_holds_and_is_the_same_after_an_interruption(base: P
     assert judged.keys() >= due
     assert set(judged.values()) == {"PROVEN"}
     first = {each["check"]: each["outcome"] for event in events(uncut, "preflight") for each in event["verdicts"]}
-    assert first["inserted_tokens"] == first["environment_errors"] == first["repeatable"] == "PROVEN"
+    assert first["inserted_tokens"] == first["inserted_ids"] == first["environment_errors"] == first["repeatable"] == "PROVEN"
     score = final_score(Path(uncut.out))
     assert score is not None
     assert score.n == 7

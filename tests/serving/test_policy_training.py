@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -22,6 +23,8 @@ from assay.testing.tiny_models import nudge, save_model, tiny_model
 from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+LAWS = ("version", "every_turn", "token_law", "episode_rewards", "identity")
+INSERTED = ("inserted_tokens", "inserted_ids")  # before the first update
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
 
 
@@ -65,11 +68,11 @@ def test_what_was_said_is_trained_on_as_it_was_sampled_and_the_version_moves(pol
     before, weights = policy.model.engine.version, [p.detach().clone() for p in policy.weights.parameters()]
     made = [talk(url, float(seed % 2), seed) for seed in range(4)]
     sampled = {each.id: [turn.ids for turn in policy.find(each.id).finished().turns] for each in made}
+    due = LAWS if policy.updates else LAWS + INSERTED
     told = Policy(url).train([[each.id for each in made]])
     assert (told["before"], told["version"]) == (before, policy.model.engine.version)
     assert before != told["version"]
-    assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(
-        ("version", "every_turn", "token_law", "episode_rewards", "identity"), "PROVEN")
+    assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(due, "PROVEN")
     assert any(not torch.equal(old, new) for old, new in zip(weights, policy.weights.parameters(), strict=True))
     rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()]
     for row in rows:
@@ -96,6 +99,22 @@ def test_what_is_of_other_weights_or_has_no_reward_is_refused_and_nothing_moves(
     with pytest.raises(UsageError, match="all rewards are the same"):
         Policy(url).train([[talk(url, 1.0, seed, turns=1).id for seed in range(2)]])
     assert policy.model.engine.version == now
+
+
+def test_a_loss_that_takes_the_clients_words_is_refused_before_the_first_update(policy, url, monkeypatch):
+    usual, before = policy_training.policy_gradient, policy.model.engine.version
+
+    def everything(batch):
+        return ((batch.documents >= 0) & (torch.arange(batch.tokens.shape[1]) > 0)).float()
+
+    def unmasked(asked):
+        return lambda model, batch: usual(asked)(model, replace(batch, weight=everything(batch)))
+
+    monkeypatch.setattr(policy_training, "policy_gradient", unmasked)
+    monkeypatch.setattr(policy, "updates", 0)
+    with pytest.raises(UsageError, match="not trained: inserted_tokens"):
+        Policy(url).train([[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)]])
+    assert policy.model.engine.version == before
 
 
 def test_a_history_that_the_client_rewrote_begins_a_sequence_in_which_it_is_not_trained_on(policy, url):
@@ -197,9 +216,9 @@ def test_an_adapter_learns_under_its_versions_and_its_base_stays(adapted):
             assert say(url, asked, [{"role": "user", "content": "hi"}]).system_fingerprint == asked.version == versions[-1]
         made = group(url)
         sampled = {each.id: [turn.ids for turn in policy.find(each.id).finished().turns] for each in made}
+        due = ("frozen", *LAWS, *(() if policy.updates else INSERTED))
         told = Policy(url).train([[each.id for each in made]])
-        assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(
-            ("version", "every_turn", "token_law", "episode_rewards", "identity", "frozen"), "PROVEN")
+        assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(due, "PROVEN")
         versions.append(told["version"])
     assert len(set(versions)) == 3
     rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()][-len(sampled):]

@@ -12,6 +12,7 @@ from assay.zoo import catalogue
 REASONS = {
     "tool result trained on": "that the policy did not sample",
     "objective ignores the mask of inserted tokens": "a tool's result is trained on",
+    "turn looked for in the ids": "a tool's words decide what is trained on",
     "old assistant turns trained as new": "that the policy did not sample",
     "history rewritten by the template": "the policy did not sample|written anew",
     "sampled text encoded again": "its text was encoded again",
