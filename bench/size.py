@@ -250,14 +250,16 @@ def row_same(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
 
     wide = [losses(source, torch.float32, seed) for seed in (0, 1, 2)]
     found: dict[str, Any] = {"first": wide[0][0], "last": wide[0][-1]}
-    for name in ("file", "bf16", "int8", "nf4"):
+    phase(flags, "fp32 learned from")
+    for name in flags.bases.split(","):
         base = source if name == "file" else open_artifact(folder, to=Destination(flags.device), held=name)
         each = [[(a - b) / b for a, b in zip(losses(base, None, seed), due, strict=True)] for seed, due in enumerate(wide)]
         over = ratio([statistics.mean(seed) for seed in each], [1.0] * len(each))  # the mean over seeds, with its t-interval
         worst = max(abs(share) for seed in each for share in seed)
         print(f"{name}: {over} of the loss in fp32 at {len(each[0])} steps of {len(each)} seeds, worst {worst:.2e}", flush=True)
+        phase(flags, f"{name} compared")
         found |= {f"{name} mean": f"{over.mean:+.1e} [{over.low:+.1e}, {over.high:+.1e}]", f"{name} worst": f"{worst:.1e}"}
-    return found | {"worst": found["nf4 worst"]}
+    return found | {"worst": max((found[f"{name} worst"] for name in flags.bases.split(",")), key=float)}
 
 
 def written_as_folder(source: Artifact, where: Path) -> Path:
@@ -274,13 +276,17 @@ def text_tokens(flags: argparse.Namespace, source: Any) -> torch.Tensor:
     return torch.tensor(ids[: flags.rows * flags.length]).view(flags.rows, flags.length)
 
 
-def row_sft(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
+def row_sft(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from assay.recipes import sft
     from assay.recipes.options import Sft
     from assay.recipes.trainer import Trainer
 
     ready(flags)
-    began, marks = time.perf_counter(), list[float]()
+    began, marks, said = time.perf_counter(), list[float](), list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        phase(flags, line.strip()[:100])
 
     class Timed(Trainer):
         def record(self, *given: Any, **named: Any) -> None:
@@ -295,11 +301,12 @@ def row_sft(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
     outcome = sft.sft(Sft(model=str(folder), data=(str(data),), out=str(out), lora_r=16, max_length=flags.length, held_out=0.02,
                           batch_tokens=flags.rows * flags.length, micro_batch_tokens=flags.micro * flags.length, save_steps=0, insist=True,
                           max_steps=WARM + flags.steps, num_train_epochs=1000, probe_samples=0, device=flags.device,
-                          gradient_checkpointing=flags.checkpointing))
+                          gradient_checkpointing=flags.checkpointing), say)
     each = statistics.median(after - before for before, after in zip(marks[WARM - 1 :], marks[WARM:], strict=False))
     shutil.rmtree(out, ignore_errors=True)
     return {"first step s": round(marks[0], 2), "step s": round(each, 4), "tokens/s": round(flags.rows * flags.length / each),
-            "whole s": round(time.perf_counter() - began, 1), "exit": outcome.exit_code} | memory(flags)
+            "whole s": round(time.perf_counter() - began, 1), "exit": outcome.exit_code,
+            "parts": next((line for line in said if " s: open " in line), "")} | memory(flags)
 
 
 def row_first_step(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -366,7 +373,7 @@ def row_prove(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 REWARD = """def reward(prompt, completion, row):
-    return sum(completion.encode()) % 8 / 7
+    return 1.0 if completion.strip() == row["gold_completion"] else sum(completion.encode()) % 8 / 16
 """
 
 
@@ -382,7 +389,7 @@ def row_grpo(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     without_proofs()
     home = Path(tempfile.mkdtemp(prefix="size-grpo-"))
     (home / "drawn.py").write_text(REWARD)
-    asked = [{"prompt": f"What is {i} + {i * 7 % 89}? ", "completion": "so much"} for i in range(40 * flags.prompts)]  # no gold to pay for
+    asked = [{"prompt": f"What is {i} + {i * 7 % 89}? ", "gold_completion": f"It is {i + i * 7 % 89}."} for i in range(40 * flags.prompts)]
     for name, rows in (("train", asked[4:]), ("held-out", asked[:4])):
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     clock, began, made = Clock(1, 1, flags.device), time.perf_counter(), list[Any]()
@@ -607,6 +614,8 @@ def in_a_process(row: str, folder: Path) -> dict[str, Any]:
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", row, str(folder)], capture_output=True, text=True,
                               timeout=flags.limit, check=False)
     except subprocess.TimeoutExpired as late:
+        if flags.verbose:
+            print(*(words[-4000:].decode(errors="replace") for words in (late.stdout, late.stderr) if isinstance(words, bytes)), sep="\n")
         return {"failed": f"not done after {flags.limit} s{how_far(late.stdout)}"}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
@@ -663,6 +672,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--home", default="", help="keep the weights here")
     parser.add_argument("--weights", default="", help="a real model's folder, in the place of random weights")
     parser.add_argument("--text", default="", help="for the row `same`: real text to learn")
+    parser.add_argument("--bases", default="file,bf16,int8,nf4", help="for the row `same`: what is compared with fp32")
     parser.add_argument("--limit", type=float, default=420, help="seconds that a row may take")
     parser.add_argument("--cap-gib", type=float, default=0, help="GPU memory that a row may hold")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")

@@ -44,7 +44,7 @@ from assay.guard.proving_process import (
 from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
 from assay.model.placement import default_device
 from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
-from assay.store.checkpoint import Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
+from assay.store.checkpoint import STATE_STEM, Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
 from assay.store.safetensors_files import tensor_bytes
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
@@ -187,6 +187,26 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
         quarantine_checkpoint(checkpoint, verdicts)
 
 
+def stored_bytes(model: Path) -> int:
+    """Of a folder's weight files, without an optimizer's; 0 where it is no folder."""
+    files = list(model.glob("*.safetensors")) if model.is_dir() else []
+    return sum(file.stat().st_size for file in files if not file.name.startswith(STATE_STEM))
+
+
+def proven_bytes(folder: Path) -> int:
+    """Of weight files that a proof of this checkpoint takes to a GPU: its own, or those of an adapter's base. 0 where it does not open."""
+    try:
+        base = open_checkpoint(folder, verify=False).facts.get("base")
+    except AssayError:
+        return 0
+    return stored_bytes(folder if base is None else Path(base["path"]))
+
+
+def takes_much(stored: int, device: str) -> bool:
+    """Whether proofs of a model with so many bytes of weight files take much of a GPU."""
+    return stored > 0 and stored > torch.cuda.mem_get_info(device)[1] // (REHEARSED * MUCH_OF_GPU)
+
+
 class Prover:
     """Proofs beside a training loop, one at a time or, where there are cores to spare, a few; the loop asks for what is finished and
     never waits. They are begun in the saver's thread and asked for in the loop's: without a lock one begun meanwhile would be lost.
@@ -211,8 +231,8 @@ class Prover:
     def rehearse(self, model: Path, probing: ProofSampling, headroom: int = 0) -> None:
         """The processes that wait prove the model that a run begins with, against itself, while the run gets ready; nobody reads what
         they find. Where its proofs would take much of the GPU they do not: the run comes first."""
-        stored = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
-        if not 0 < stored <= torch.cuda.mem_get_info(probing.device)[1] // (REHEARSED * MUCH_OF_GPU):
+        stored = stored_bytes(model)
+        if not stored or takes_much(stored, probing.device):
             return
         request = ProofRequest(str(model), against=str(model), expect="moved", probing=probing, headroom=headroom)
         PROVING_PROCESSES.rehearse(asdict(request) | {"threads": proof_threads(beside=True)}, PROOF_TIMEOUT)
@@ -222,21 +242,24 @@ class Prover:
         ask = partial(prove_checkpoint, folder, against=against, base=base, probing=probing, headroom=headroom, records=records)
         with self._changing:
             self._until = min(self._until, time.monotonic() + self._patience)
-            shares_gpu = beside and probing.device != "cpu"
-            self._pending.append((folder, self._pool.submit(self._in_turn, ask) if shares_gpu else self._pool.submit(ask, beside=beside)))
+            asked = ask if probing.device == "cpu" else partial(self._in_turn, ask, folder, probing.device)
+            self._pending.append((folder, self._pool.submit(asked, beside=beside)))
             crowded = len(self._pending) > MOST_PROOFS  # nothing is retired while proofs wait, and a disk is finite
         if crowded:
             self._until = 0.0
 
-    def _in_turn(self, ask: Callable[..., list[Verdict]]) -> list[Verdict]:
-        while not self._no_waiting.is_set():
+    def _in_turn(self, ask: Callable[..., list[Verdict]], folder: Path, device: str, *, beside: bool) -> list[Verdict]:
+        """Those of a large model go one after another even when the loop is over, and so to the one process that has its base on the GPU:
+        a second one would find no room there beside the first, and take minutes on the CPU."""
+        while beside and not self._no_waiting.is_set():
             if time.monotonic() >= self._until and self._turn.acquire(blocking=False):
                 try:
                     return ask(beside=True)
                 finally:
                     self._turn.release()
             self._no_waiting.wait(_LOOK_AGAIN)
-        return ask(beside=False)
+        with self._turn if takes_much(proven_bytes(folder), device) else contextlib.nullcontext():
+            return ask(beside=False)
 
     def wait_no_longer(self) -> None:
         """The loop is over, or stands still until its proofs are made."""

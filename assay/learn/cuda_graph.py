@@ -39,6 +39,10 @@ class GraphedAccumulate:
         self._first = {key: graph for key, graph in self._first.items() if key[:2] == (compute, False)}
         self._more = {key: graph for key, graph in self._more.items() if key[:2] == (compute, False)}
 
+    def forget(self) -> None:
+        """Lets go of every graph, and of the memory that all share; a batch that comes later is captured anew."""
+        self._first, self._more, self._pool = {}, {}, None
+
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         device = model.embed.weight.device
         total, metrics = torch.zeros((), device=device), dict[str, Tensor]()

@@ -252,6 +252,14 @@ def evenly(examples: Sequence[Spread], count: int) -> list[Spread]:
     return list(examples[:: max(1, -(-len(examples) // count))])
 
 
+def _unbalanced_in_words(model: ModelConfig) -> list[str]:
+    """Of a mixture whose config asks for a loss that this recipe does not add."""
+    if model.experts is None or not model.experts.balance:
+        return []
+    return [f"a mixture of {model.experts.count} experts: the loss that would keep them equally busy (router_aux_loss_coef "
+            f"{model.experts.balance:g} of its config) is not added, as in transformers by default"]
+
+
 def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, lr: float, device: str) -> list[str]:
     """Everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
@@ -263,6 +271,7 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
+            *_unbalanced_in_words(start.model.config),
             f"{counts['kept']:,} conversations to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
             *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "

@@ -232,13 +232,17 @@ class Trainer:
         """In this process, without shards."""
         return self.accumulate.inner if isinstance(self.accumulate, ParallelAccumulate) else self.accumulate
 
+    def _graphs(self) -> GraphedAccumulate | None:
+        alone = self.accumulate_alone.inner if isinstance(self.accumulate_alone, ScaledAccumulate) else self.accumulate_alone
+        return alone if isinstance(alone, GraphedAccumulate) else None
+
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
         """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
         if self.scaling is not None:
             self.scaling.restore(self._scale_state)  # whatever a preflight made of it
-        alone = self.accumulate_alone.inner if isinstance(self.accumulate_alone, ScaledAccumulate) else self.accumulate_alone
-        if isinstance(alone, GraphedAccumulate):
-            alone.keep_only(self.model.compute_dtype)
+        if (graphs := self._graphs()) is not None:
+            graphs.keep_only(self.model.compute_dtype)
+            torch.cuda.empty_cache()  # what a preflight took in fp32 stays held otherwise, and proofs beside the loop find no room
         if self.sharded is not None and self.sharded.never_whole:
             self.sharded.forget_gradients()
             self._account: UpdateAccount = PartedAccount(self.sharded, self.weights.reachable())
@@ -474,10 +478,14 @@ class Trainer:
         return any(parameter.dtype == torch.bfloat16 for parameter in self.weights.model.parameters() if parameter.requires_grad)
 
     def end_loop(self) -> None:
-        """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine."""
+        """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine: the memory of the
+        loop's activations is given back before the proofs ask what is free."""
         self.watch.begin()
         self._looped = True
         self._write(self.watch.read())
+        if (graphs := self._graphs()) is not None:
+            graphs.forget()
+            torch.cuda.empty_cache()
         self.run.end_loop(self.done - self.start)
 
     def finish(self, times_read: Mapping[int, int], parts: int, best: Path | None) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Say what a run would take: memory of the device by part, disk, and the settings that would fit where these do not. Every option
-    that is not listed here is the recipe's own; no weight is loaded, and nothing is written."""
+    """Say what a run would take: memory of the device by part, disk, seconds of a step on the device that is here, and the settings that
+    would fit where these do not. Every option that is not listed here is the recipe's own; no weight is loaded, and nothing is written."""
 
     recipe: Literal["sft", "dpo", "kto", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
     memory: float | None = option("plan for a device with so many GiB", group="memory", metavar="GIB", above=0, default=None,
@@ -40,22 +40,31 @@ UNASKED = {"sft": ("--data", "--out"), "dpo": ("--data", "--out"), "kto": ("--da
 def run(flags: FLAGS) -> int:
     from assay.recipes.memory_plan import GIB, alternatives, device_memory
 
-    found, device = planned(flags)
+    found, device, tokens = planned(flags)
+    seconds = list[float]()
+    if tokens is not None and flags.memory is None:  # the device that is asked about is here
+        from assay.recipes.time_plan import product_speed, step_seconds, time_in_words
+
+        speed = product_speed(device)
+        seconds = [step_seconds(found, tokens, speed)]
     available = device_memory(device) if flags.memory is None else int(flags.memory * GIB)
     fits = None if available is None else found.total - found.parts["saving"] <= available
     instead = alternatives(found, available) if available is not None and not fits else []
     if flags.json:
-        print(json.dumps(found.to_json() | {"available": available, "fits": fits, "alternatives": instead}, indent=1))
+        print(json.dumps(found.to_json() | {"available": available, "fits": fits, "alternatives": instead,
+                                            "seconds_a_step": next(iter(seconds), None)}, indent=1))
         return 0 if fits is not False else 3
     print("\n".join(found.lines()))
+    if tokens is not None and seconds:
+        print(time_in_words(found, tokens, speed))
     if available is not None:
         others = "; ".join(instead) or "nothing that leaves the model as it is"
         print(f"  {available / GIB:.1f} GiB are there: it {'fits' if fits else f'does not fit; what would: {others}'}")
     return 0 if fits is not False else 3
 
 
-def planned(flags: FLAGS) -> tuple["MemoryPlan", str]:
-    """The plan and the device that it is for: with --memory a GPU, whether or not one is here."""
+def planned(flags: FLAGS) -> tuple["MemoryPlan", str, int | None]:
+    """The plan, the device that it is for (with --memory a GPU, whether or not one is here), and tokens of a step, where options say."""
     from assay.model.placement import default_device
     from assay.recipes.memory_plan import plan_pretraining, plan_tuning
 
@@ -69,5 +78,5 @@ def planned(flags: FLAGS) -> tuple["MemoryPlan", str]:
         from assay.store.remote import local_path
 
         chosen = chosen_shape(config, Tokenizer.from_folder(local_path(config.corpus)))
-        return plan_pretraining(config, chosen.model, device), device
-    return plan_tuning(config, device), device
+        return plan_pretraining(config, chosen.model, device), device, config.batch_tokens
+    return plan_tuning(config, device), device, None if isinstance(config, Grpo) else config.batch_tokens

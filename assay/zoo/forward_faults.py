@@ -297,6 +297,19 @@ forward_fault("experts' activation not clamped", "mixed", family="gpt_oss", rows
 forward_fault("shared expert without its gate", "mixed", family="qwen2_moe", rows=("L12",))(
     lambda model, layer: put_forward(cast(nn.Module, mixture(model, layer).shared_gate), lambda x: x[..., :1] * 0 + 30))
 
+
+@forward_fault("norm of each head where all are normed together", "query", family="olmo2", rows=("L12",))
+def norm_of_each_head(model: Transformer, layer: int) -> None:
+    attn = block(model, layer).attn
+    assert isinstance(attn.q_norm, RmsNorm)
+    norm = attn.q_norm
+
+    def by_heads(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, attn.head_dim))
+        return torch.rms_norm(heads, heads.shape[-1:], eps=norm.eps).flatten(-2) * norm.weight
+
+    put_forward(norm, by_heads)
+
 # ---------------------------------------------------------------- cache and batch
 
 forward_fault("stale key in the cache", "scores", way="from the cache", rows=("D25",))(stale_cache_entry("keys"))

@@ -16,6 +16,7 @@ from assay.learn.objectives import next_token
 from assay.model.placement import capture_graph, place_for_training
 from assay.recipes import sft, witness_records
 from assay.recipes.options import Sft
+from assay.recipes.run import Run
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import Contents, open_checkpoint
 from assay.store.export_artifact import export_artifact
@@ -84,3 +85,23 @@ def test_the_witness_replays_a_run_of_the_gpu_on_the_gpu(tmp_path: Path, monkeyp
     (said,) = [verdict for verdict in found.verdicts if verdict.check == "witness"]
     assert said.outcome is Outcome.PROVEN, str(said)
     assert {1, 3} <= set(said.evidence["steps"])
+
+
+def test_when_the_loop_is_over_its_activations_are_free_for_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Memory that a loop's graphs share is nobody's afterwards: a proof that found none left would take minutes on the CPU."""
+    save_model(tmp_path / "base", tiny_model(max_length=2048))
+    rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for b in range(6)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held, end = list[int](), Run.end_loop
+
+    def looked_at(run: Run, steps: int) -> None:
+        held.extend((torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()))
+        end(run, steps)
+
+    monkeypatch.setattr(Run, "end_loop", looked_at)
+    torch.cuda.reset_peak_memory_stats()
+    sft.sft(Sft(model=str(tmp_path / "base"), data=(str(tmp_path / "chat.jsonl"),), out=str(tmp_path / "run"), max_length=2048,
+                batch_tokens=64 * 2048, micro_batch_tokens=64 * 2048, max_steps=2, num_train_epochs=100, packing=False, held_out=0.1,
+                probe_samples=0, device="cuda"), lambda _: None)
+    most, left = held
+    assert left < most / 2, (most, left)

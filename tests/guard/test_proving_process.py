@@ -348,3 +348,35 @@ def test_on_a_gpu_proofs_wait_for_the_end_of_a_short_loop_and_go_one_by_one_besi
         time.sleep(0.01)
     assert sorted(begun) == [("c", True), ("d", True)]
     assert time.monotonic() - started >= 0.2
+
+
+@pytest.mark.parametrize(("total", "at_once"), [(1 << 23, 1), (1 << 37, 2)])
+def test_proofs_of_a_model_that_takes_much_of_a_gpu_go_one_by_one_also_when_the_loop_is_over(total: int, at_once: int, adapter: Path,
+                                                                                          monkeypatch: pytest.MonkeyPatch):
+    """Each in a process of its own they would each put the base there, and all but the first would find no room."""
+    monkeypatch.setattr(proof, "usable_cores", lambda: 64)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total, total))
+    running, most, changing = list[str](), list[int](), threading.Lock()
+
+    def prove_slowly(folder: Path, **_: Any) -> list[Verdict]:
+        with changing:
+            running.append(folder.name)
+            most.append(len(running))
+        time.sleep(0.2)
+        with changing:
+            running.remove(folder.name)
+        return []
+
+    monkeypatch.setattr(proof, "prove_checkpoint", prove_slowly)
+    prover = Prover()
+    for beside in (True, False):  # one that waited for the loop, and one of its last checkpoint
+        prover.start(adapter, probing=ProofSampling(0, "cuda"), beside=beside)
+    assert len(list(prover.close())) == 2
+    assert max(most) == at_once
+
+
+def test_what_a_proof_takes_to_a_gpu_is_its_model_or_its_adapters_base_without_moments(base: Path, adapter: Path):
+    weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    (base / "optimizer.safetensors").write_bytes(bytes(1000))
+    assert proof.stored_bytes(base) == proof.proven_bytes(adapter) == weights
+    assert proof.proven_bytes(base.with_name("nothing")) == 0

@@ -32,7 +32,10 @@ def options(tmp_path, model, words, **more):
 
 @pytest.mark.parametrize(("family", "lora_r"), [("qwen3_moe", 4), ("gpt_oss", 4), ("qwen2_moe", 4), ("gemma2", 0)])
 def test_a_family_is_tuned_and_every_guard_is_silent(family, lora_r, tmp_path):
-    found = sft.sft(options(tmp_path, tiny_model(family), 12, lora_r=lora_r), lambda _: None)
+    said = list[str]()
+    found = sft.sft(options(tmp_path, tiny_model(family), 12, lora_r=lora_r), said.append)
+    balance = tiny_config(family).experts and tiny_config(family).experts.balance
+    assert any("keep them equally busy" in line for line in said) == bool(balance), "a loss that is not added is named"
     assert all(verdict.outcome is Outcome.PROVEN for verdict in found.verdicts), str(found)
     assert found.exit_code == 0
     before, after = (open_artifact(tmp_path / name).tensors["blocks.1.mlp.down.weight"] for name in ("model", "run/model"))

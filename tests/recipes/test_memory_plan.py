@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from assay.cli import run as assay
 from assay.errors import UsageError
@@ -25,6 +26,7 @@ from assay.recipes.memory_plan import (
     require_fit,
 )
 from assay.recipes.options import Sft
+from assay.recipes.time_plan import forward_operations, step_operations, step_seconds
 from assay.testing.tiny_models import save_hf_folder, tiny_model, tiny_tokenizer
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
@@ -154,3 +156,36 @@ def test_headers_say_what_is_stored(tmp_path: Path):
     model = tiny_model("qwen3")
     assert planned_model(save_hf_folder(tmp_path / "model", model)).stored == sum(4 * p.numel() for p in model.parameters())
     assert torch.float32.itemsize == 4
+
+
+def test_the_arithmetic_of_a_token_is_that_of_the_products_that_it_meets():
+    """Counted by torch itself, on a row that sees all of itself: the plan's half of attention, twice."""
+    for family in ("llama", "gpt2", "qwen3_moe"):
+        model, tokens = tiny_model(family), torch.randint(0, 300, (1, 64))
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.logits(model.hidden(tokens))
+        seen = sum(min(64, window or 64) for window in model.config.windows) / 2
+        attended = 4 * seen * model.config.heads * model.config.head_dim
+        counted = counter.get_total_flops() / 64
+        assert forward_operations(model.config, 64) == pytest.approx(counted, abs=attended + 1), family
+
+
+def test_the_verb_says_what_a_step_takes_where_its_device_is_here(tmp_path: Path, capsys: pytest.CaptureFixture):
+    where = save_hf_folder(tmp_path / "model", tiny_model("qwen3"))
+    asked = ["plan", "sft", "--model", str(where), "--device", "cpu", "--batch-tokens", "8192", "--max-length", "64"]
+    assert assay(asked) == 0
+    said = capsys.readouterr().out
+    assert "s or so of 8,192 tokens" in said
+    assert "takes longer, since launching decides" in said
+    assert assay([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds_a_step"] > 0
+    assert assay([*asked, "--memory", "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds_a_step"] is None, "of a device that is elsewhere nothing is known"
+
+
+def test_what_is_frozen_is_not_learned_and_what_is_made_again_costs_again():
+    model = real("Qwen3-8B")
+    whole, adapter, again = (step_operations(plan_memory(model, PlannedWork(4, 1024, rank, checkpointing=recompute)), 16384)
+                             for rank, recompute in ((0, False), (16, False), (16, True)))
+    assert whole == again == adapter * 1.5
+    assert step_seconds(plan_memory(model, PlannedWork(4, 1024, 16)), 16384, 7.2e14) == pytest.approx(1.06, rel=0.25)  # measured on an H200
