@@ -124,11 +124,37 @@ def uncompiled() -> Iterator[None]:
     Where torch's compiler was never loaded nothing is compiled, and loading it to say so would cost every proof 1.7 s.
     """
     before = _EAGER.set(True)
+    _BLOCKS.begin()
     try:
-        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
-            yield
+        yield
     finally:
+        _BLOCKS.end()
         _EAGER.reset(before)
+
+
+class _EagerBlocks:
+    """Blocks that are uncompiled now, in whatever thread. The compiler's stance is one for all threads: where two blocks overlapped and
+    each gave back what it had found, the one that ended last left the whole process uncompiled for good."""
+
+    def __init__(self) -> None:
+        self.count, self.lock = 0, threading.Lock()
+        self.stance: Any = None
+
+    def begin(self) -> None:
+        with self.lock:
+            self.count += 1
+            if self.stance is None and "torch._dynamo" in sys.modules:
+                self.stance = torch.compiler.set_stance("force_eager")
+
+    def end(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count == 0 and self.stance is not None:
+                self.stance.__exit__(None, None, None)
+                self.stance = None
+
+
+_BLOCKS = _EagerBlocks()
 
 
 def is_uncompiled() -> bool:

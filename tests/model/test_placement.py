@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -35,6 +36,29 @@ def test_what_is_compiled_runs_as_it_is_written():
         doubled(torch.ones(2))
     assert compiled == []
     doubled(torch.ones(2))
+    assert len(compiled) == 1
+
+
+def test_two_threads_that_are_uncompiled_at_once_leave_the_compiler_as_it_was():
+    """The one that began first ends first: what the other had found when it began was no compiler's usual stance."""
+    compiled, other_began, first_ended = [], threading.Event(), threading.Event()
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    def other():
+        with uncompiled():
+            other_began.set()
+            first_ended.wait(10)
+
+    thread = threading.Thread(target=other)
+    with uncompiled():
+        thread.start()
+        other_began.wait(10)
+    first_ended.set()
+    thread.join()
+    torch.compile(lambda x: 3 * x, backend=backend)(torch.ones(2))
     assert len(compiled) == 1
 
 
