@@ -164,11 +164,13 @@ def _run_story(facts: Mapping[str, Any], name: str, out: Path) -> StageStory:
 
 
 def with_later_gate(stage: StageStory, stages: Sequence[StageStory]) -> StageStory:
-    """A stage that could not show its gain on the few examples that it held out has shown it where a gate of the pipeline shows the same
-    by more: what it made is better than what it was made from. What it said itself is kept beside."""
-    if stage.purpose is None or stage.purpose.outcome is not Outcome.UNPROVEN:
+    """Reinforcement that could not show its gain on the few examples that it held out has shown it where a gate of the pipeline shows the
+    same by more: what it made is better than what it was made from. What it said itself is kept beside."""
+    if stage.facts.get("verb") != "grpo" or stage.purpose is None or stage.purpose.outcome is not Outcome.UNPROVEN:
+        return stage  # a loss that was not lowered is not shown by a score that rose
+    parent, made = _option(stage.facts, "--model"), stage.facts.get("model")
+    if parent is None or made is None:  # an evaluation that no stage made has no model either: the two must not be taken for one
         return stage
-    parent, made = _option(stage.facts, "--model"), str(stage.facts.get("model"))
     for gate in (gate for other in stages if _evaluated_models(other, stages) == [parent, made] for gate in other.gates):
         if gate.check.startswith("shown better") and gate.outcome is Outcome.PROVEN:
             words = f"{gate.reason} (gate); by its own look: {stage.purpose.reason}"

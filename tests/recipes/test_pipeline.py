@@ -359,19 +359,23 @@ stages:
     (("after", "before"), "PROVEN", "UNPROVEN", "UNPROVEN"),  # the parent is shown better
     (("before", "before"), "PROVEN", "UNPROVEN", "UNPROVEN"),  # of other models
     (("before", "after"), "UNPROVEN", "UNPROVEN", "UNPROVEN"),
+    (("elsewhere", "after"), "PROVEN", "UNPROVEN", "UNPROVEN"),  # better than what no stage evaluated
     (("before", "after"), "PROVEN", "REFUTED", "REFUTED")])  # what was shown against it stands
-def test_a_gain_that_a_stage_could_not_see_is_shown_by_a_gate_that_asks_the_same(arms, gate, own, outcome):
+@pytest.mark.parametrize(("verb", "parent"), [("grpo", "--model=runs/sft/model"), ("grpo", "--optimizer-state=fresh"),
+                                              ("sft", "--model=runs/sft/model")])
+def test_a_gain_that_a_stage_could_not_see_is_shown_by_a_gate_that_asks_the_same(verb, parent, arms, gate, own, outcome):
     def story(verb, command, out, model=None, **more):
         return StageStory({"verb": verb, "command": ["assay", verb, *command], "out": out, "model": model, **more})
 
-    grpo = dataclasses.replace(story("grpo", ["--out=runs/grpo", "--model=runs/sft/model"], "runs/grpo", "runs/grpo/model"),
+    grpo = dataclasses.replace(story(verb, ["--out=runs/grpo", parent], "runs/grpo", "runs/grpo/model"),
                                purpose=Verdict("grpo", Outcome(own), "no gain shown"))
     better = [{"check": "shown better than before on gsm8k", "outcome": gate, "reason": "+0.01"}]
     stages = [grpo, story("eval", ["runs/sft/model", "--out=runs/before"], "runs/before"),
               story("eval", ["runs/grpo/model", "--out=runs/after"], "runs/after"),
               story("compare", [f"{name}=runs/{name}" for name in arms] + ["--json"], "runs/compare.json", gates=better)]
     found = with_later_gate(grpo, stages).purpose
-    assert found.outcome == outcome
+    alike = verb == "grpo" and parent.startswith("--model")
+    assert found.outcome == (outcome if alike else own)
     assert "no gain shown" in found.reason
 
 
