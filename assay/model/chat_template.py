@@ -5,6 +5,8 @@ nested loops, a string doubled forty times or a list that holds another a billio
 interpreter calls no hook. So templates render in a child process (chat_template_worker.py) that the kernel ends when it uses
 more CPU time or memory than it was given. The child starts with the first template (about 0.1 s) and stays; a rendering
 then costs a round trip through a pipe, or many together one. Any thread may ask; requests take turns.
+
+Some templates write the date. `write_day` says which: a run is of the day on which it began, or its prompts would change at midnight.
 """
 
 import atexit
@@ -15,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,14 @@ from assay.json_child import JsonChild
 TEMPLATE_CHARS = 256 * 1024  # the longest in use are a tenth of this
 Chat = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, bool]  # messages, tools, whether the answer's beginning too
 _LIMITS = {"cpu_seconds": 1.0, "memory_bytes": 512 * 2**20, "output_chars": 16 * 2**20}
+
+_day: datetime | None = None
+
+
+def write_day(day: datetime | None) -> None:
+    """The date that templates write from here on; None: that of the moment."""
+    global _day
+    _day = day
 
 
 def render_template(template: str, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -61,7 +72,7 @@ def _asked(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[dict[st
     if len(template) > TEMPLATE_CHARS:
         raise ArtifactError(f"chat template: {len(template)} characters; expected at most {TEMPLATE_CHARS}")
     try:
-        request = json.dumps({"template": template, "contexts": contexts})
+        request = json.dumps({"template": template, "contexts": contexts, "day": None if _day is None else _day.isoformat()})
     except (TypeError, ValueError) as error:
         raise DataError(f"chat template: a conversation must be plain JSON: {error}") from None
     return _renderer().ask(request.encode() + b"\n")

@@ -68,6 +68,8 @@ FAMILIES = {
     )
 }
 
+SWITCHED_WINDOWS = ("qwen2", "qwen3", "smollm3")  # where a sliding window counts only if use_sliding_window says so
+WINDOWED = ("mistral", "phi3", *SWITCHED_WINDOWS)  # those whose windows are read by `_read_windows`; gemma's and gpt-oss' follow a pattern
 _LARGEST, _DEEPEST = 1 << 24, 1 << 10  # no size and no number of layers is larger: a hostile config must not fill the memory
 # Fields of config.json that say nothing about what the model computes at inference.
 HARMLESS = {
@@ -214,6 +216,8 @@ def _read_llama(family: str, fields: ConfigFields, tensor_names: Collection[str]
     """What all families with rotary positions have; what one of them has beyond that is in FEATURES."""
     width, heads = fields.need("hidden_size"), fields.need("num_attention_heads")
     depth, kv_heads = fields.need("num_hidden_layers", most=_DEEPEST), fields.maybe("num_key_value_heads") or heads
+    if "num_key_value_heads" not in fields.fields and family not in ("llama", "olmo2", "granite", "phi3"):  # there it is as many as heads
+        fields.need("num_key_value_heads")
     if heads % kv_heads:
         raise UsageError(f"{fields.where}: {heads} heads cannot share {kv_heads} key/value heads evenly")
     # An absent flag means no bias; a bias tensor in the file would then be refused as unknown.
@@ -277,9 +281,17 @@ def _gemma3_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[st
 
 def _phi3_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
     rope: Rope = common["rope"]
-    share = fields.maybe("partial_rotary_factor", (int, float)) or _nested(fields, "partial_rotary_factor") or 1.0
+    shares = {share for share in (fields.maybe("partial_rotary_factor", (int, float)), *_nested(fields, "partial_rotary_factor")) if share}
+    if len(shares) > 1 or rope.kind not in ("default", "longrope"):
+        raise UsageError(f"{fields.where}: partial_rotary_factor is {sorted(shares)} and the rope's type {rope.kind!r}; expected one share "
+                         "of a head, and default or longrope, which is all that phi3 has")
+    share = next(iter(shares), 1.0)
     turned = int(common["head_dim"] * share)
-    fields.read.update(("auto_map", "original_max_position_embeddings"))
+    fields.read.add("auto_map")
+    original = fields.maybe("original_max_position_embeddings")
+    if rope.kind == "longrope" and original != rope.original_length:  # transformers looks at this one alone, and has 4096 without it
+        raise UsageError(f"{fields.where}: original_max_position_embeddings is {original}, and {rope.original_length} within rope_scaling; "
+                         "expected the same in both")
     for divisors in (rope.short_factor, rope.long_factor):
         if divisors is not None and len(divisors) != turned // 2:
             raise ArtifactError(f"{fields.where}: rope has {len(divisors)} factors for {turned // 2} frequencies")
@@ -313,25 +325,34 @@ def _smollm3_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[s
 def _qwen_moe_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
     depth, step = common["depth"], fields.maybe("decoder_sparse_step") or 1
     only = fields.maybe("mlp_only_layers", list) or []
-    if fields.maybe("use_sliding_window", bool):
-        raise UsageError(f"{fields.where}: use_sliding_window in a mixture of experts is not supported")
-    fields.read.update(("sliding_window", "max_window_layers", "router_aux_loss_coef", "layer_types"))
+    if fields.maybe("use_sliding_window", bool) or "sliding_attention" in (fields.maybe("layer_types", list) or []):
+        raise UsageError(f"{fields.where}: use_sliding_window, or sliding_attention, in a mixture of experts is not supported")
+    fields.read.update(("sliding_window", "max_window_layers", "router_aux_loss_coef"))
     shared = fields.need("shared_expert_intermediate_size") if common["family"] == "qwen2_moe" else None
     experts = Experts(
-        count=fields.maybe("num_experts") or fields.need("num_local_experts"), active=fields.need("num_experts_per_tok"),
+        count=_expert_count(fields), active=fields.need("num_experts_per_tok"),
         hidden=fields.need("moe_intermediate_size"), normalised=_said(fields, "norm_topk_prob"), router_bias=False, bias=False,
         shared_hidden=shared, clamp=None, alpha=None, balance=float(fields.fields.get("router_aux_loss_coef") or 0.0),
         dense_layers=tuple(layer for layer in range(depth) if layer in only or (layer + 1) % step))
-    fields.read.add("num_local_experts")
     biased = {"qkv_bias": fields.fields.get("qkv_bias", True) is not False, "out_bias": False} if shared else {"qk_norm": True}
     fields.read.add("qkv_bias")
     return biased | {"experts": experts, "windows": (None,) * depth}
 
 
+def _expert_count(fields: ConfigFields) -> int:
+    """Under either of its names; where both stand they must agree."""
+    counts = {count for count in (fields.maybe("num_experts"), fields.maybe("num_local_experts")) if count is not None}
+    if len(counts) != 1:
+        raise UsageError(f"{fields.where}: num_experts and num_local_experts say {sorted(counts) or 'nothing'}; expected one count")
+    return counts.pop()
+
+
 def _gpt_oss_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
-    fields.read.update(("router_aux_loss_coef", "num_experts"))
+    fields.read.add("router_aux_loss_coef")
+    if not (fields.fields.get("rope_parameters") or fields.fields.get("rope_scaling")):  # its class has a YaRN of its own then
+        raise UsageError(f"{fields.where}: rope_scaling is missing (rope_parameters too); geometry is never guessed, add it to the config")
     experts = Experts(
-        count=fields.need("num_local_experts"), active=fields.need("num_experts_per_tok"), hidden=common["hidden"], normalised=True,
+        count=_expert_count(fields), active=fields.need("num_experts_per_tok"), hidden=common["hidden"], normalised=True,
         router_bias=True, bias=True, shared_hidden=None, dense_layers=(), clamp=float(fields.need("swiglu_limit", (int, float))),
         alpha=float(fields.maybe("swiglu_alpha", (int, float)) or 1.702),  # older files leave it to the class, which has it fixed
         balance=float(fields.fields.get("router_aux_loss_coef") or 0.0))
@@ -423,18 +444,32 @@ def _read_tied(fields: ConfigFields, tensor_names: Collection[str]) -> bool:
 
 
 def _read_windows(family: str, fields: ConfigFields, depth: int) -> tuple[int | None, ...]:
-    window = fields.maybe("sliding_window")
-    kinds = fields.maybe("layer_types", list)
-    used = fields.maybe("use_sliding_window", bool)
-    fields.read.add("max_window_layers")
-    first = fields.fields.get("max_window_layers") or 0  # 0 is a value here, so not `need`
-    if window is None or (family in ("qwen2", "qwen3", "smollm3") and not used):
+    """As transformers' class of the family reads them. Where that looks at no window, or has one of its own, nothing is guessed."""
+    window, kinds = fields.maybe("sliding_window"), fields.maybe("layer_types", list)
+    switched = family in SWITCHED_WINDOWS
+    used = family in WINDOWED and (not switched or bool(fields.maybe("use_sliding_window", bool)))
+    fields.read.update(("max_window_layers",) if switched else ())
+    if window is not None and family not in WINDOWED:
+        raise UsageError(f"{fields.where}: sliding_window is {window}, and a {family} has no window; set it to null")
+    if used and family != "phi3" and "sliding_window" not in fields.fields:  # the class would have 4096 of its own
+        raise UsageError(f"{fields.where}: sliding_window is missing; geometry is never guessed, add it to the config (null: no window)")
+    if window is None or not used:
         if kinds and "sliding_attention" in kinds:
             raise UsageError(f"{fields.where}: layer_types asks for sliding_attention, but no sliding_window is in use")
         return (None,) * depth
-    if kinds is None:
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(depth)]
-    return _windows_of(kinds, window, depth, fields.where)
+    if switched:
+        kinds = kinds or (fields.need("layer_types", list) if family == "smollm3" else _layers_by_number(fields, depth))
+    elif kinds and "full_attention" in kinds:
+        raise UsageError(f"{fields.where}: layer_types has full_attention, and the window of a {family} is in every layer")
+    return _windows_of(kinds or ["sliding_attention"] * depth, window, depth, fields.where)
+
+
+def _layers_by_number(fields: ConfigFields, depth: int) -> list[str]:
+    """Qwen's older way to say which layers have a window: those from a number on."""
+    first = fields.fields.get("max_window_layers")  # 0 is a value here, so not `need`
+    if type(first) is not int or first < 0:
+        raise UsageError(f"{fields.where}: max_window_layers is {first!r} and layer_types is missing; geometry is never guessed, add one")
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(depth)]
 
 
 def _patterned_windows(fields: ConfigFields, depth: int, every: int) -> tuple[int | None, ...]:
@@ -503,6 +538,8 @@ def _rope(scaling: dict[str, Any], base: float | None, fields: ConfigFields) -> 
         kind = "longrope"  # as Phi-3's first files called it, and as transformers reads them
     if kind not in _ROPE_NEEDS:
         raise UsageError(f"{where}: rope type {kind!r} is not supported; expected one of: {', '.join(_ROPE_NEEDS)}")
+    if fields.fields.get("model_type") != "phi3" and scaling.get("partial_rotary_factor") not in (None, 1):
+        raise UsageError(f"{where}: partial_rotary_factor is {scaling['partial_rotary_factor']!r}; only phi3 turns a part of a head")
     if kind == "longrope":
         return _longrope(float(base), said, fields)
     for name in _ROPE_NEEDS[kind]:
@@ -544,8 +581,8 @@ def _divisors(said: ConfigFields, name: str) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _nested(fields: ConfigFields, name: str) -> Any:
-    return (fields.fields.get("rope_parameters") or {}).get(name) or (fields.fields.get("rope_scaling") or {}).get(name)
+def _nested(fields: ConfigFields, name: str) -> list[Any]:
+    return [(fields.fields.get(rope) or {}).get(name) for rope in ("rope_parameters", "rope_scaling")]
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:

@@ -209,6 +209,11 @@ class Tokenizer:
                 raise ArtifactError(f"tokenizer_config.json: added_tokens_decoder gives {_content(token)!r} "
                                     f"the id {id}, tokenizer.json {found}; they must agree")
 
+
+def equal_but_for_blanks(one: str, two: str) -> bool:
+    """Whether two texts have the same characters; blanks do not count, since SentencePiece's decoder writes one after a special token."""
+    return "".join(one.split()) == "".join(two.split())
+
 # ---------------------------------------------------------------- files
 
 

@@ -3,11 +3,12 @@
 import multiprocessing
 import threading
 import time
+from datetime import datetime
 
 import pytest
 
 from assay.errors import ArtifactError, DataError
-from assay.model.chat_template import render_template, render_templates
+from assay.model.chat_template import render_template, render_templates, write_day
 
 CHATML = """{% for message in messages %}{% if loop.first and message.role != 'system' %}<|im_start|>system
 Be brief.<|im_end|>
@@ -102,6 +103,16 @@ def test_renders_as_transformers(template, chat, variables):
     ours = render_template(template, chat, **(NAMES | variables))
     assert ours == theirs
     assert len(ours) > 100
+
+
+def test_a_template_writes_the_day_that_it_is_told_and_else_todays():
+    dated = "{{ strftime_now('%d %b %Y') }}"
+    try:
+        write_day(datetime(2024, 7, 26, 23, 59))
+        assert render_template(dated, CHAT) == render_templates(dated, [(CHAT, None, False)])[0] == "26 Jul 2024"
+    finally:
+        write_day(None)
+    assert render_template("{{ strftime_now('%Y') }}", CHAT) == str(datetime.now().year)
 
 
 GROWING = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = STEP %}{% endfor %}{{ n.x }}"

@@ -86,7 +86,7 @@ def test_ids_are_those_of_the_package(kind: str, rule: str, tmp_path: Path):
 
 
 def test_one_is_trained_where_the_package_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [f"The {word} number {n} sat  there, naïve. Another line of words follows.\n" * 30
+    rows = [f"The {word} number {n} sat  there, naïve. Another line of plainly different words follows in its turn.\n" * 30
             for n, word in enumerate(["cat", "dog", "bird"] * 4)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     ask = ["tokenizer", str(tmp_path / "text.jsonl"), "--kind", "unigram", "--vocab-size", "300", "--out", str(tmp_path / "made")]
