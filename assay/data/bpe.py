@@ -17,12 +17,13 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from assay.data.data_files import Document, DocumentRule, TextSource, find_sources, iter_documents
 from assay.data.encode import END_OF_DOCUMENT, Encoder, id_type, split_expression
-from assay.errors import DataError, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.model.sentencepiece_model import sentencepiece_document
 from assay.model.tokenizer import Tokenizer
 from assay.seeds import derive
 from assay.store import durable
 
+KNOWN_TEXT = "It's 1,024 naïve déjà-vus:\n\t— 東京 🙂 "
 BPE_SPECIAL_TOKENS = (END_OF_DOCUMENT, "<|im_start|>", "<|im_end|>")
 SMALLEST_VOCABULARY = 256 + len(BPE_SPECIAL_TOKENS)
 COMPRESSION_SHARE, COMPRESSION_BYTES = 0.05, 4 << 20  # share of documents kept from training to measure bytes per token, and its most
@@ -80,9 +81,18 @@ def train_sentencepiece(texts: Iterable[Path], size: int, kind: str, *, rule: Do
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    refuse_lossy(tokenizer)
     with durable.new_folder(out) as folder:
         for name, data in tokenizer.files().items():
             durable.write_file(folder / name, [data])
+
+
+def refuse_lossy(tokenizer: Tokenizer) -> None:
+    """Before it is written: a known text comes back from its ids, letter for letter, and a text has an end."""
+    if (found := tokenizer.decode(tokenizer.encode(KNOWN_TEXT))) != KNOWN_TEXT:
+        raise GuardStop(f"tokenizer: {KNOWN_TEXT!r} comes back from its ids as {found!r}; it is not written")
+    if tokenizer.eos is None:
+        raise GuardStop("tokenizer: no token ends a text, so that nothing could be taught to stop; it is not written")
 
 
 def _measure(tokenizer: Tokenizer, sources: list[TextSource], rule: DocumentRule, seed: int) -> Compression:

@@ -296,10 +296,10 @@ def _jsonl_rows(source: TextSource) -> Iterator[DataRow]:
             if line.strip():
                 number += 1
                 where = f"{source.path}:{line_number}"
-                yield DataRow(where, number, _row_object(line, where))
+                yield DataRow(where, number, row_object(line, where))
 
 
-def _row_object(line: bytes, where: str) -> dict[str, Any]:
+def row_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         line.decode()
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ Unicode. What is unsure stays in one piece. A piece of up to 15 bytes is known b
 64-bit numbers: a key, not a hash, so two pieces are never confused.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ def gpt2_cuts(before: CharKind, left: CharKind, right: CharKind, after: CharKind
     return left in (LETTER, DIGIT) and left != right
 
 
+@functools.cache
 def llama_cuts(digits: int) -> CutRule:
     """Llama-3's expression (encode.SPLIT), with at most so many digits in one token."""
 
@@ -196,10 +198,7 @@ class TextCutter:
     """Remembers a rule as a table over four neighbours."""
 
     def __init__(self, rule: CutRule):
-        sure = [kind for kind in CharKind if kind not in (_EDGE, UNSURE)]
-        self.table = np.zeros(len(CharKind) ** 4, np.bool_)
-        for around in product(CharKind, sure, sure, CharKind):
-            self.table[_number(*around)] = rule(*around)
+        self.table = _cut_table(rule)
 
     def starts(self, raw: bytes) -> Places:
         """Where the pieces of a UTF-8 text begin; the first at 0."""
@@ -211,6 +210,16 @@ class TextCutter:
         return np.flatnonzero(cut)
 
 
+@functools.cache
+def _cut_table(rule: CutRule) -> NDArray[np.bool_]:
+    sure = [kind for kind in CharKind if kind not in (_EDGE, UNSURE)]
+    table = np.zeros(len(CharKind) ** 4, np.bool_)
+    for around in product(CharKind, sure, sure, CharKind):
+        table[_number(*around)] = rule(*around)
+    table.setflags(write=False)
+    return table
+
+
 class PieceMemory:
     """The ids of pieces: an open-addressed table by key, searched for many pieces at once."""
 
@@ -220,7 +229,7 @@ class PieceMemory:
 
     def forget(self) -> None:
         self.pieces = self.used = 0
-        self.slots = np.full(_SLOTS, -1, np.int32)
+        self.slots = np.zeros(_SLOTS, np.int32)  # number + 1, so that untouched memory means empty
         self.keys = np.zeros((CAPACITY, 2), np.uint64)
         self.first, self.count = np.zeros(CAPACITY, np.int32), np.zeros(CAPACITY, np.int32)  # of a piece, in `ids`
         self.ids = np.zeros(1 << 16, self.dtype)
@@ -247,11 +256,11 @@ class PieceMemory:
     def _find(self, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
         """The number of each piece, or -1. The zeros of a long piece are the key of none."""
         slots = _slots(keys)
-        numbers = self.slots[slots]
+        numbers = self.slots[slots] - 1
         looking = np.flatnonzero((numbers >= 0) & ~_equal(self.keys[numbers], keys))
         while len(looking):
             slots[looking] = (slots[looking] + 1) % _SLOTS
-            numbers[looking] = there = self.slots[slots[looking]]
+            numbers[looking] = there = self.slots[slots[looking]] - 1
             looking = looking[(there >= 0) & ~_equal(self.keys[there], keys[looking])]
         return numbers
 
@@ -284,9 +293,9 @@ class PieceMemory:
         keyed = keys[:, 1] != 0
         numbers, slots = numbers[keyed], _slots(keys[keyed])
         while len(numbers):
-            empty = np.flatnonzero(self.slots[slots] < 0)
-            self.slots[slots[empty]] = numbers[empty]  # where two want one slot, one of them has it now
-            further = self.slots[slots] != numbers
+            empty = np.flatnonzero(self.slots[slots] == 0)
+            self.slots[slots[empty]] = numbers[empty] + 1  # where two want one slot, one of them has it now
+            further = self.slots[slots] != numbers + 1
             numbers, slots = numbers[further], (slots[further] + 1) % _SLOTS
 
     def _gathered(self, numbers: NDArray[np.int32]) -> bytes:

@@ -11,7 +11,7 @@ another text. So the reference can be asked once about both.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from assay.data.batch import Batch
 from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, fit_to_length, render_conversations, supervised_runs
 from assay.data.data_files import DataRow, read_rows
 from assay.data.hub_datasets import local_data
-from assay.data.layouts import CONVERSATION_LAYOUTS, Conversation, refuse_odd_turns
+from assay.data.layouts import CONVERSATION_LAYOUTS, Conversation, refuse_odd_turns, refuse_repeated_prompts
 from assay.data.mixture import MixedExamples
 from assay.data.packing import PackedExamples
 from assay.data.preferences import PreferencePair, pair_rows, read_pair
@@ -53,6 +53,11 @@ class LabelledPair(PreferencePair):
     """An example as tokens: `chosen` is its own completion, `rejected` one that answers another prompt, and neither is preferred."""
 
     desirable: bool = True
+
+    @property
+    def preference(self) -> tuple[Hashable, Hashable]:
+        own = self.chosen.tokens.tobytes()
+        return (own, self.desirable), (own, not self.desirable)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ def read_feedback(path: Path | str, limit: int | None = None) -> list[SaidFeedba
     said = [each for row in read_rows(path, limit=limit) for each in read_labelled(row, path.name)]
     if not said:
         raise DataError(f"{path}: there is no row in it")
+    refuse_repeated_prompts(path, [[each.answer.plain] for each in said if not each.answer.messages])
     return said
 
 
@@ -103,15 +109,13 @@ def read_labelled(row: DataRow, name: str) -> list[SaidFeedback]:
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(f"{row.where}: label is {label!r}; expected true (desirable) or false (undesirable)")
     content = CONVERSATION_LAYOUTS["prompt-completion"].read(row, "plain")
-    if not content.messages and not str(columns["completion"]).strip():
-        raise DataError(f"{row.where}: completion is empty: there is nothing to judge; remove the row")
     refuse_odd_turns(row, content.messages, content.learned_from)
     id = f"{name}:{row.number}:{_digest(columns)}"
     return [SaidFeedback(id, Conversation(id, row.where, *content), bool(label), _digest(columns["prompt"]))]
 
 
 def refuse_one_sided(said: Sequence[SaidFeedback], where: str) -> None:
-    """And the same answer under both labels, which teaches nothing."""
+    """KTO needs both labels."""
     labels = Counter(each.desirable for each in said)
     if len(labels) < 2:
         every = "desirable" if labels[True] else "undesirable"

@@ -6,7 +6,6 @@ within a run's life; which commit it was is the name of the folder.
 """
 
 import hashlib
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from assay.errors import AssayError, UsageError
 from assay.store import durable
-from assay.store.model_cache import cache_folder
+from assay.store.model_cache import cache_folder, hub_error_types
 from assay.store.remote import RemoteFolder, is_url
 
 CONVERTED = "refs/convert/parquet"
@@ -124,16 +123,9 @@ def pieces_of(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def hub_errors(name: DatasetName) -> Iterator[None]:
-    from huggingface_hub.errors import EntryNotFoundError
-
-    kinds: tuple[type[Exception], ...] = (OSError, ValueError, EntryNotFoundError)
-    if importlib.util.find_spec("httpx") is not None:  # by which huggingface_hub speaks from 1.0 on
-        import httpx
-
-        kinds += (httpx.HTTPError,)
     try:
         yield
-    except kinds as error:
+    except hub_error_types() as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise AssayError(f"{name}: the hub refused or could not be reached{offline}: {said}; check the name, the network and "

@@ -9,13 +9,13 @@
   gsm8k                 question, answer, whose last line is "#### " and the result
 
 Other columns are left alone and named. Which layout it is, is read off the columns of the first row; rows of another, or of
-two at once, are refused.
+two at once, are refused; so are tools beside text, which no template would write, and a file whose completions repeat their prompts.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,6 +29,7 @@ from assay.strict_json import parse_json, require_shape
 
 Message = Mapping[str, Any]  # role, content, and what else the template may ask for
 Gsm8k = Literal["plain", "think"]
+NO_CHANCE_ROWS = 4  # of a file, from which on what most of them have in common is no chance
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
             "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool"}  # of ShareGPT files
 
@@ -91,6 +92,7 @@ def read_conversations(path: Path | str, *, layout: str | None = None, gsm8k: Gs
         rows.append(_conversation(row, path.name, found, gsm8k))
     if not rows:
         raise DataError(f"{path}: there is no row in it")
+    refuse_repeated_prompts(path, [[row.plain] for row in rows if not row.messages])
     return ConversationFile(path, first, tuple(rows), dict(ignored))
 
 
@@ -120,6 +122,25 @@ def refuse_odd_turns(row: DataRow, messages: tuple[Message, ...], learned_from: 
         if role == "assistant" and before in ("system", "developer") and learned_from == 0:
             raise DataError(f"{row.where}: the assistant speaks first, and so answers nothing; put before it what it answers, or give the "
                             "row as prompt (its beginning) and completion (what is to be learned)")
+
+
+def refuse_repeated_prompts(path: Path, rows: Sequence[Sequence[tuple[str, str] | None]]) -> None:
+    """Of texts, each a prompt and its completion: where most rows have completions that all begin with the whole prompt, it would be
+    said twice. One such row is a completion that quotes what it was asked."""
+    repeated = [row[0] for row in rows if all(text is not None and _begins_with_prompt(*text) for text in row)]
+    if len(repeated) > len(rows) / 2 and len(rows) >= NO_CHANCE_ROWS and repeated[0] is not None:
+        raise DataError(f"{path}: in {len(repeated)} of {len(rows)} rows the completion begins with the whole prompt, such as "
+                        f"{repeated[0][0][:60]!r}: the model would read it twice; remove it from the completions, or the column prompt")
+
+
+def _begins_with_prompt(prompt: str, completion: str) -> bool:
+    return bool(prompt.strip()) and completion.lstrip().startswith(prompt.strip())
+
+
+def refuse_tools_beside_text(row: DataRow) -> None:
+    if row.values.get("tools") not in (None, [], "", "[]"):
+        raise DataError(f"{row.where}: tools stand beside a prompt that is text, which no chat template writes, so that the model would "
+                        "never see them; give lists of messages, or remove the column tools")
 
 
 def _layout(row: DataRow, asked: str | None) -> str:
@@ -160,7 +181,10 @@ def tools_of(row: DataRow) -> tuple[Mapping[str, Any], ...] | None:
 def _of_prompt_completion(row: DataRow, _: Gsm8k) -> RowContent:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return RowContent(plain=(_text(row, "prompt", empty=True), _text(row, "completion")))
+        refuse_tools_beside_text(row)
+        if not completion.strip():
+            raise DataError(f"{row.where}: completion is empty, and would teach to say nothing and stop; remove the row")
+        return RowContent(plain=(_text(row, "prompt", empty=True), completion))
     for column, other in (("prompt", "completion"), ("completion", "prompt")):
         if not isinstance(row.values[column], list) and isinstance(row.values[other], str | list):  # name the one that is amiss
             raise DataError(f"{row.where}: {column} is {_kind(row.values[column])} and {other} {_kind(row.values[other])}; expected text "
@@ -171,6 +195,7 @@ def _of_prompt_completion(row: DataRow, _: Gsm8k) -> RowContent:
 
 def _of_prompt(row: DataRow, _: Gsm8k) -> RowContent:
     if isinstance(row.values["prompt"], str):
+        refuse_tools_beside_text(row)
         return RowContent(plain=(_text(row, "prompt"), ""))
     messages = messages_of(row, "prompt")
     return RowContent(messages, learned_from=len(messages), tools=tools_of(row))

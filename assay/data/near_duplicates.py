@@ -10,7 +10,6 @@ Memory: about 400 bytes a document, whatever its length.
 """
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,9 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.data.overlap import Hashes, hash_spans, mix_bits, word_places
+from assay.errors import DataError, GuardStop
+from assay.strict_json import parse_json
 
 RUN_WORDS = 5
+NEAR_COPY = 0.8  # share of runs in common from which on a document is a near copy of another
 BINS, BANDS = 128, 16
+KNOWN_LIKENESS = 0.15  # four standard errors of a signature's estimate
 BLOCK_BYTES = 1 << 20  # of rows that a worker is given at a time
 _BIN_SHIFT, _LOW = np.uint64(64 - 7), np.uint64((1 << 40) - 1)
 _EMPTY = np.uint64((1 << 64) - 1)
@@ -84,6 +87,20 @@ def _join_alike(prints: Prints, first: NDArray[np.int64], threshold: float) -> N
     return np.array([_root(group, int(group[document])) for document in range(len(group))], np.int64)
 
 
+def refuse_wrong_likeness() -> None:
+    """Before rows are left out: of known documents, some with many empty bins, signatures say how alike they are, as sets of runs do."""
+    words = [f"word{number * number % 251}" for number in range(400)]
+    texts = [words[:80], [*words[:40], "other", *words[41:80]], words[200:280], words, [*words[:300], *words[:100]], words[:9]]
+    runs = [{tuple(text[at : at + RUN_WORDS]) for at in range(len(text) - RUN_WORDS + 1)} for text in texts]
+    signature = document_prints([" ".join(text).encode() for text in texts]).signature
+    for one in range(len(texts)):
+        for other in range(one):
+            due = len(runs[one] & runs[other]) / len(runs[one] | runs[other])
+            if abs(float((signature[one] == signature[other]).mean()) - due) > KNOWN_LIKENESS:
+                raise GuardStop(f"near copies: two known documents have {due:.2f} of their runs of words in common, and signatures say "
+                                f"{(signature[one] == signature[other]).mean():.2f}: rows would be left out by mistake")
+
+
 def _root(group: NDArray[np.int64], document: int) -> int:
     while group[document] != document:
         group[document] = group[group[document]]
@@ -93,9 +110,10 @@ def _root(group: NDArray[np.int64], document: int) -> int:
 # ---------------------------------------------------------------- signatures
 
 
-def document_prints(texts: Sequence[bytes], *, signed: bool = True) -> Prints:
-    """Of a block of documents, all of them at once; where they are not to be signed, only what tells copies."""
-    exact = np.array([int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts], np.uint64)
+def document_prints(texts: Sequence[bytes], *, whole: Sequence[bytes] | None = None, signed: bool = True) -> Prints:
+    """Of a block of documents, all of them at once; where they are not to be signed, only what tells copies: that they are equal as a
+    `whole`, where that is more than the text."""
+    exact = np.array([int.from_bytes(hashlib.blake2b(each, digest_size=8).digest(), "little") for each in whole or texts], np.uint64)
     if not signed:
         return Prints(exact, np.zeros((len(texts), 0), np.uint16), np.zeros((len(texts), 0), np.uint64), np.zeros(len(texts), np.bool_))
     signature, each = _filled(_least_hashes(texts)), BINS // BANDS
@@ -159,18 +177,40 @@ def _filled(least: Hashes) -> Hashes:
 # ---------------------------------------------------------------- rows
 
 
-def said_in_row(values: Any, field: str | None) -> str:
-    """What a row says: one of its columns, or every text in it, in order."""
+def said_in_row(values: Any) -> str:
+    """Every text, number and truth value of a row, in order."""
+    if not isinstance(values, dict | list):
+        return "" if values is None else str(values)
+    return "\n".join(text for each in (values.values() if isinstance(values, dict) else values) if (text := said_in_row(each)))
+
+
+def whole_row(values: Any) -> str:
+    """All of a row: the same text for rows that are equal, in whatever order their columns stand."""
+    if isinstance(values, dict):
+        return "\0{" + "\0".join(f"{key}\0{whole_row(values[key])}" for key in sorted(values)) + "\0}"
+    if isinstance(values, list):
+        return "\0[" + "\0".join(map(whole_row, values)) + "\0]"
+    return values if isinstance(values, str) else f"\0{values}"
+
+
+def said_in_column(values: dict[str, Any], field: str, where: str) -> str:
+    if values.get(field) is None:
+        raise DataError(f"{where}: there is nothing under {field!r}; its columns are {', '.join(values) or 'none'}. Rows without it would "
+                        "all be copies of each other: give another --field, or leave it out")
+    return str(values[field])
+
+
+def lines_prints(lines: Sequence[bytes], before: int, field: str | None, signed: bool) -> Prints:
+    """Of rows that come after `before` others. Copies are rows of which everything is equal, or all of the one column."""
+    places = [f"row {number:,} of all files" for number in range(before + 1, before + 1 + len(lines))]
+    rows = [parse_json(line, where=where, shape=dict, error=DataError, surrogates=True) for line, where in zip(lines, places, strict=True)]
     if field is not None:
-        return str(values.get(field, "")) if isinstance(values, dict) else ""
-    if isinstance(values, str):
-        return values
-    inside: Iterable[Any] = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
-    return "\n".join(text for each in inside if (text := said_in_row(each, None)))
+        return document_prints([_bytes(said_in_column(row, field, where)) for row, where in zip(rows, places, strict=True)], signed=signed)
+    return document_prints([_bytes(said_in_row(row)) for row in rows], whole=[_bytes(whole_row(row)) for row in rows], signed=signed)
 
 
-def lines_prints(lines: Sequence[bytes], field: str | None, signed: bool) -> Prints:
-    return document_prints([said_in_row(json.loads(line), field).encode(errors="surrogatepass") for line in lines], signed=signed)
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[list[bytes]]:
@@ -185,15 +225,23 @@ def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[lis
         yield block
 
 
+def numbered_blocks(blocks: Iterable[list[bytes]]) -> Iterator[tuple[int, list[bytes]]]:
+    """Each with the number of rows before it."""
+    before = 0
+    for block in blocks:
+        yield before, block
+        before += len(block)
+
+
 def prints_of_lines(lines: Iterable[bytes], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Prints:
     """Of rows of JSON, in their order, computed by `workers` processes; `signed` where near copies are looked for."""
-    blocks = line_blocks(lines)
+    blocks = numbered_blocks(line_blocks(lines))
     if workers < 2:
-        return joined_prints([lines_prints(block, field, signed) for block in blocks])
+        return joined_prints([lines_prints(block, before, field, signed) for before, block in blocks])
     found, waiting = list[Prints](), deque[Future[Prints]]()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        for block in blocks:
-            waiting.append(pool.submit(lines_prints, block, field, signed))
+        for before, block in blocks:
+            waiting.append(pool.submit(lines_prints, block, before, field, signed))
             if len(waiting) > 3 * workers:
                 found.append(waiting.popleft().result())
         found += [each.result() for each in waiting]

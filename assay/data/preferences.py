@@ -4,15 +4,16 @@
   implicit prompt       chosen, rejected: lists of messages, or texts, that begin alike; what they share is the prompt. A prompt as text
                         beside lists must be their last question, and says nothing more
 
-A pair is refused, by file and row, where its sides are equal or one says nothing, where they have no prompt in common, and where
-`score_chosen` and `score_rejected` say that the columns are the wrong way round. Whatever is too long is cut at the end, at the same
-length on both sides, so that both have the same prompt; a pair whose sides are equal then, or have nothing left, is dropped.
+A pair is refused, by file and row, where its sides are equal but for white space at their ends, or one says nothing, where they have no
+prompt in common, and where columns that score both sides say that these are the wrong way round. A file is refused whose texts repeat the
+column prompt, or share no more than one beginning. Whatever is too long is cut at the end, at the same length on both sides, so that both
+have the same prompt; a pair whose sides are equal then, or have nothing left, is dropped.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -26,7 +27,16 @@ from assay.data.batch import Batch
 from assay.data.chat import NOTHING_LEFT, Overlong, Rendered, TrainingExample, fit_to_length, render_conversations
 from assay.data.data_files import DataRow, read_rows
 from assay.data.hub_datasets import local_data
-from assay.data.layouts import Conversation, Message, content_of, messages_of, refuse_odd_turns, tools_of
+from assay.data.layouts import (
+    Conversation,
+    Message,
+    content_of,
+    messages_of,
+    refuse_odd_turns,
+    refuse_repeated_prompts,
+    refuse_tools_beside_text,
+    tools_of,
+)
 from assay.data.mixture import MixedExamples
 from assay.data.packing import PackedExamples, packed_rows
 from assay.errors import DataError
@@ -34,7 +44,8 @@ from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
 
 PAIR_COLUMNS = {"prompt", "chosen", "rejected", "tools"}
-SCORES = "score_chosen", "score_rejected"  # columns that say how good each side was, where a file has them
+SCORES = [(name.format("chosen"), name.format("rejected")) for side in ("score", "rating", "reward")
+          for name in (f"{side}_{{}}", f"{{}}_{side}", f"{{}}-{side}")]  # columns that say how good each side was, where a file has them
 ALIKE = "chosen and rejected are the same within the length"
 _UNBOUNDED = 10**9  # tokens: sides are rendered whole, and cut as pairs
 ENOUGH_PROMPTS = 10  # different ones, from which on a prompt's pairs are held out together
@@ -79,6 +90,22 @@ class PreferencePair:
         return content_of(self.id)
 
     @property
+    def conversation(self) -> Conversation | None:
+        """That of the chosen side; both stand in one row of the file."""
+        return self.chosen.conversation
+
+    @property
+    def preference(self) -> tuple[Hashable, Hashable]:
+        """What this pair prefers, and what one would prefer that is its opposite."""
+        chosen, rejected = (side.tokens.tobytes() for side in self.sides)
+        return (chosen, rejected), (rejected, chosen)
+
+    @property
+    def prompt(self) -> bytes:
+        """The tokens that both sides answer."""
+        return self.chosen.tokens[: self.chosen.prompt].tobytes()
+
+    @property
     def sides(self) -> tuple[TrainingExample, TrainingExample]:
         return self.chosen, self.rejected
 
@@ -112,10 +139,27 @@ def pair_rows(rows: Sequence[Sequence[PreferencePair]], length: int, fill: int =
 
 def read_preferences(path: Path | str, limit: int | None = None) -> list[SaidPair]:
     path = local_data(path)
-    pairs = [read_pair(row, path.name) for row in read_rows(path, limit=limit)]
+    pairs, implicit = list[SaidPair](), 0
+    for row in read_rows(path, limit=limit):
+        pairs.append(read_pair(row, path.name))
+        implicit += row.values.get("prompt") is None
     if not pairs:
         raise DataError(f"{path}: there is no row in it")
+    refuse_repeated_prompts(path, [[pair.chosen.plain, pair.rejected.plain] for pair in pairs])
+    if implicit == len(pairs) >= ENOUGH_PROMPTS and len({pair.prompt for pair in pairs}) == 1 and (said := pairs[0].chosen.plain):
+        raise DataError(f"{path}: all that chosen and rejected share, in each of {len(pairs)} rows, is {said[0][:60]!r}: they answer "
+                        "different prompts; give pairs that answer one, or their prompt as a column")
     return pairs
+
+
+def read_reward_pairs(path: Path | str, limit: int | None = None) -> list[SaidPair]:
+    """Pairs for a reward model. TRL's subtracts a column `margin` from the difference of two rewards; here it is refused, not left out."""
+    path = local_data(path)
+    for row in read_rows(path, limit=limit):
+        if row.values.get("margin") is not None:
+            raise DataError(f"{row.where}: the column margin is {row.values['margin']!r}, by which TRL's reward model tells some pairs "
+                            "further apart than others; here every pair counts alike: remove the column")
+    return read_preferences(path, limit)
 
 
 def by_prompt(pairs: Sequence[SaidPair]) -> list[SaidPair]:
@@ -131,10 +175,9 @@ def read_pair(row: DataRow, name: str) -> SaidPair:
         raise DataError(f"{row.where}: there is no {' and no '.join(sorted(missing))} among the columns {', '.join(row.values) or 'none'}; "
                         "expected prompt, chosen and rejected, or chosen and rejected that begin alike")
     refuse_swapped(row)
-    if columns["chosen"] == columns["rejected"]:
-        raise DataError(f"{row.where}: chosen and rejected are the same: {_shown(columns['chosen'])}; there is nothing to prefer. Remove "
-                        "the row")
+    _refuse_alike(row, columns["chosen"], columns["rejected"])
     prompt, chosen, rejected = _text_sides(row, columns) if _all_text(columns) else _message_sides(row, columns)
+    _refuse_alike(row, chosen, rejected)
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]
     id = f"{name}:{row.number}:{digest}"
     better, worse = (_side(row, f"{id}#{side}", prompt, said) for side, said in (("chosen", chosen), ("rejected", rejected)))
@@ -144,10 +187,35 @@ def read_pair(row: DataRow, name: str) -> SaidPair:
 
 def refuse_swapped(row: DataRow) -> None:
     """Where the file itself says how good each side was."""
-    better, worse = (row.values.get(name) for name in SCORES)
-    if isinstance(better, int | float) and isinstance(worse, int | float) and better < worse:
-        raise DataError(f"{row.where}: score_chosen is {better:g} and score_rejected {worse:g}: chosen and rejected are the wrong way "
-                        "round; swap the two columns, or remove the row")
+    for names in SCORES:
+        better, worse = (_number(row.values.get(name)) for name in names)
+        if better is not None and worse is not None and better < worse:
+            raise DataError(f"{row.where}: {names[0]} is {better:g} and {names[1]} {worse:g}: chosen and rejected are the wrong way round; "
+                            "swap the two columns, or remove the row")
+
+
+def _number(value: Any) -> float | None:
+    """A score, also as the text that CSV files hold; None where it is none."""
+    try:
+        return None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_alike(row: DataRow, chosen: Any, rejected: Any) -> None:
+    if chosen == rejected:
+        raise DataError(f"{row.where}: chosen and rejected are the same: {_shown(chosen)}; there is nothing to prefer. Remove the row")
+    if _stripped(chosen) == _stripped(rejected):
+        raise DataError(f"{row.where}: chosen and rejected differ in white space at their ends alone: {_shown(chosen)} and "
+                        f"{_shown(rejected)}; there is nothing to prefer. Remove the row")
+
+
+def _stripped(said: Any) -> Any:
+    """A text without white space at its ends, or messages whose contents are such."""
+    if isinstance(said, str):
+        return said.strip()
+    return [{**turn, "content": _stripped(turn.get("content"))} if isinstance(turn, dict) else turn for turn in said] if isinstance(
+        said, list | tuple) else said
 
 
 def _all_text(columns: dict[str, Any]) -> bool:
@@ -156,6 +224,7 @@ def _all_text(columns: dict[str, Any]) -> bool:
 
 def _text_sides(row: DataRow, columns: dict[str, Any]) -> tuple[str, str, str]:
     chosen, rejected = columns["chosen"], columns["rejected"]
+    refuse_tools_beside_text(row)
     if "prompt" in columns:
         prompt = columns["prompt"]
     else:

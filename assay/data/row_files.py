@@ -5,65 +5,96 @@ Rows of .jsonl files are copied as they stand; those of other kinds are written 
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from assay.data.data_files import MAX_DOCUMENT_BYTES, DataRow, TextSource, open_source, read_rows, source_lines
+from assay.data.data_files import MAX_DOCUMENT_BYTES, DataRow, TextSource, open_source, read_rows, row_object, source_lines
 from assay.data.hub_datasets import local_data
 from assay.data.layouts import CONVERSATION_LAYOUTS
 from assay.data.mixture import WeightedSource, placed_row, rows_given, rows_until_empty, whole_shares
-from assay.data.near_duplicates import find_duplicates, prints_of_lines
+from assay.data.near_duplicates import NEAR_COPY, find_duplicates, prints_of_lines, refuse_wrong_likeness
 from assay.data.order import permuted_places
-from assay.errors import DataError, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.seeds import derive
 from assay.store import durable
-from assay.strict_json import parse_json
 
 PREFERENCES = {"pairs": {"chosen", "rejected"}, "labelled": {"prompt", "completion", "label"}}  # layouts of dpo and kto, by what they need
 _LOOKED_AT = 3  # rows that are shown
 
 
-def row_lines(name: str, limit: int | None = None) -> Iterator[bytes]:
-    """Every row as one line of JSON, in order: of a .jsonl file the line itself."""
+def row_lines(name: str) -> Iterator[bytes]:
+    """Every row as one line of JSON, in order: of a .jsonl file the line itself, which must be a row."""
+    for where, line in placed_lines(name):
+        row_object(line, where)
+        yield line
+
+
+def placed_lines(name: str) -> Iterator[tuple[str, bytes]]:
+    """(place, line) of every row; of a .jsonl file the lines that are not blank, unread."""
     path = local_data(name)
     if path.is_file() and path.name.endswith((".jsonl", ".jsonl.gz")):
         source = TextSource(path, path.name)
         with open_source(source) as file:
-            lines = (line for _, line in source_lines(source, file, 6 * MAX_DOCUMENT_BYTES) if line.strip())
-            for number, line in enumerate(lines):
-                if limit is not None and number >= limit:
-                    return
-                yield line if line.endswith(b"\n") else line + b"\n"
+            for number, line in source_lines(source, file, 6 * MAX_DOCUMENT_BYTES):
+                if line.strip():
+                    yield f"{path}:{number}", line if line.endswith(b"\n") else line + b"\n"
     else:
-        yield from (as_line(row.values) for row in read_rows(path, limit=limit))
+        yield from ((row.where, as_line(row.values)) for row in read_rows(path))
 
 
 def as_line(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+    """As JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null."""
+    return json.dumps(without_nan(values), ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
 
 
-def write_lines(out: str, lines: Iterable[bytes]) -> str:
-    """A new .jsonl file with these rows; its sha256."""
+def without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def write_lines(out: str, lines: Iterable[bytes], rows: int) -> str:
+    """A new .jsonl file with these rows, so many of them; its sha256, which must be that of the rows one after another."""
     path = Path(out)
     if not path.name.endswith(".jsonl"):
         raise UsageError(f"--out {out}: expected the name of a .jsonl file")
-    if path.exists():
-        raise UsageError(f"{out} is there already; remove it, or give another --out")
+    refuse_existing(path)
     durable.make_folder(path.absolute().parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
+    due, count = hashlib.sha256(), 0
+
+    def hashed() -> Iterator[bytes]:
+        nonlocal count
+        for line in lines:
+            due.update(line)
+            count += 1
+            yield line
+
     try:
-        digest = durable.write_file(beside, in_pieces(lines))
+        digest = durable.write_file(beside, in_pieces(hashed()))
+        if (digest, count) != (due.hexdigest(), rows):
+            raise GuardStop(f"{out}: not written: its {count:,} rows hash to {due.hexdigest()[:12]}, and what lay on the disk of {rows:,} "
+                            f"that were meant to {digest[:12]}; write it again onto a sound disk")
         beside.rename(path)
     finally:
         beside.unlink(missing_ok=True)
     return digest
+
+
+def refuse_existing(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise UsageError(f"{path} is there already; remove it, or give another --out")
+        durable.require_outside_checkpoints(path)
 
 
 def in_pieces(lines: Iterable[bytes], size: int = 1 << 20) -> Iterator[bytes]:
@@ -92,7 +123,7 @@ def mix_rows(sources: Sequence[WeightedSource], out: str, *, rows: int | None, e
         raise DataError(f"{out_first} has been read {epochs} time(s) after {there:,} of {rows:,} rows; lower --n or its weight, or raise "
                         "--epochs")
     total = there if rows is None else rows
-    digest = write_lines(out, mixed_lines(texts, shares, total, seed))
+    digest = write_lines(out, mixed_lines(texts, shares, total, seed), total)
     given = rows_given(total, shares)
     return {"file": out, "sha256": digest, "rows": sum(given), "ran_out": out_first if rows is None else None, "sources": {
         source.name: {"rows": count, "share": count / max(1, sum(given)), "asked": share / sum(shares), "times_read": count / len(lines)}
@@ -112,38 +143,52 @@ def mixed_lines(texts: Sequence[Sequence[bytes]], shares: tuple[int, ...], rows:
 # ---------------------------------------------------------------- splitting
 
 
-def row_content(line: bytes) -> str:
+def row_content(line: bytes, where: str) -> str:
     """Equal for rows that say the same."""
-    values = parse_json(line, where="a row", error=DataError, surrogates=True)
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(row_object(line, where), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[str, Any]:
     """FOLDER/train.jsonl and FOLDER/held-out.jsonl. Who is held out depends on what a row says and on the seed; copies go to one side."""
-    contents = [row_content(line) for line in row_lines(name)]
+    refuse_existing(*(Path(folder) / f"{side}.jsonl" for side in ("train", "held-out")))
+    contents = [row_content(line, where) for where, line in placed_lines(name)]
     ordered = sorted(set(contents), key=lambda content: derive(seed, "held-out", content))
     count = round(held_out * len(ordered))
     if not 0 < count < len(ordered):
-        raise UsageError(f"--held-out {held_out:g} of {len(ordered)} different rows are {count}; expected at least one on each side")
+        raise UsageError(f"--share {held_out:g} of {len(ordered)} different rows are {count}; expected at least one on each side")
     apart, found = set(ordered[:count]), dict[str, Any]()
     for side, wanted in (("train", False), ("held-out", True)):
         out = str(Path(folder) / f"{side}.jsonl")
-        digest = write_lines(out, (line for line, content in zip(row_lines(name), contents, strict=True) if (content in apart) is wanted))
-        found[side] = {"file": out, "rows": sum((content in apart) is wanted for content in contents), "sha256": digest}
-    return found | {"copies": len(contents) - len(ordered)}
+        rows = sum((content in apart) is wanted for content in contents)
+        lines = (line for (_, line), content in zip(placed_lines(name), contents, strict=True) if (content in apart) is wanted)
+        found[side] = {"file": out, "rows": rows, "sha256": write_lines(out, lines, rows)}
+    return found | {"copies": len(contents) - len(ordered), "near": near_across(name, [content in apart for content in contents])}
+
+
+def near_across(name: str, held_out: Sequence[bool]) -> int:
+    """How many rows that are held out are near copies of rows that are not: what is measured on them is partly memory."""
+    groups, apart = find_duplicates(prints_of_lines(unread_lines([name])), NEAR_COPY).first, np.array(held_out)
+    return int(np.isin(groups[apart], groups[~apart]).sum())
 
 # ---------------------------------------------------------------- duplicates
 
 
 def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, field: str | None, workers: int) -> dict[str, Any]:
-    """The rows of all files without those that repeat an earlier one: its bytes or, with a threshold, nearly its words."""
-    rows = chain.from_iterable(map(row_lines, names))
-    found = find_duplicates(prints_of_lines(rows, field=field, workers=workers, signed=threshold is not None), threshold)
+    """The rows of all files without those that repeat an earlier one: all of it or, with a threshold, nearly its words."""
+    refuse_wrong_likeness()
+    found = find_duplicates(prints_of_lines(unread_lines(names), field=field, workers=workers, signed=threshold is not None), threshold)
     kept = found.kept
-    digest = write_lines(out, (line for line, keep in zip(chain.from_iterable(map(row_lines, names)), kept, strict=True) if keep))
+    lines = (line for line, keep in zip(unread_lines(names), kept, strict=True) if keep)
+    digest = write_lines(out, lines, int(kept.sum()))
     repeated = np.flatnonzero(~kept)
     return {"file": out, "sha256": digest, "rows": len(kept), "kept": int(kept.sum()), "exact": found.exact, "near": found.near,
             "threshold": threshold, "pairs": [[int(row) + 1, int(found.first[row]) + 1] for row in repeated[:10]]}
+
+
+
+def unread_lines(names: Sequence[str]) -> Iterator[bytes]:
+    """Of all files: those who compute their signatures read them."""
+    return (line for name in names for _, line in placed_lines(name))
 
 # ---------------------------------------------------------------- looking
 

@@ -1,8 +1,9 @@
 """assay data: check conversations token by token, as they will be trained on; look at rows, mix, split, deduplicate or make them."""
 
 import json
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from assay.config import argument, option
@@ -23,49 +24,53 @@ AROUND = 160  # tokens shown before and after the first supervised one
 
 @dataclass(frozen=True)
 class FLAGS:
-    """check: render conversations with a model's own template, show what is supervised, and audit every row.
+    """check: render conversations with a model's own template, show which tokens are supervised, and audit every row.
 
-    look: columns, layout, lengths and copies of any rows. mix: rows of several files by weight, exactly. split: rows held out by what they
-    say. dedup: rows without copies and near copies. gym: rows for `assay grpo --reward gym` from a dataset of reasoning-gym.
+    look: show columns, layout, lengths and duplicates of any rows. mix: take rows of several files in exact shares. split: hold out
+    rows by a hash of their content. dedup: remove duplicates and near duplicates. gym: write rows for `assay grpo --reward gym` from
+    a dataset of reasoning-gym.
     """
 
-    action: Literal["check", "look", "mix", "split", "dedup", "gym"] = argument("what to do: check, look, mix, split, dedup or gym")
-    file: str = argument(".jsonl, .jsonl.gz, .parquet or .csv, a folder or URL of these, or hf://OWNER/NAME[CONFIG][SPLIT]; for check with "
-                         "messages, prompt and completion, text, or Alpaca, ShareGPT, GSM8K rows; for mix: FILE:WEIGHT; for gym: a "
-                         "dataset's name, as in chain_sum")
-    more: tuple[str, ...] = argument("with mix and dedup: further files", default=())
-    model: str | None = option("with check: checkpoint, folder, adapter, GGUF file or fetched name whose template and tokenizer are used; "
-                               "required there", group="model", default=None)
-    n: int | None = option("with gym: how many problems; with mix: how many rows", group="data", least=1, default=None,
-                           default_text="1000 problems; with mix until a file was read --epochs times")
-    seed: int = option("with gym, mix and split: seed of what is drawn", group="data", default=0)
-    out: str | None = option("with gym, mix and dedup: the .jsonl to write; with split: a folder for train.jsonl and held-out.jsonl; "
-                             "required there", group="run", metavar="FILE", default=None)
-    limit: int | None = option("with check and look: read only the first so many rows", group="data", least=1, default=None,
+    action: Literal["check", "look", "mix", "split", "dedup", "gym"] = argument("action: check, look, mix, split, dedup or gym")
+    file: str = argument("rows: .jsonl, .jsonl.gz, .parquet or .csv, a folder or URL of these, or hf://OWNER/NAME[CONFIG][SPLIT]; with "
+                         "check their columns are messages; prompt and completion; text; or Alpaca's, ShareGPT's or GSM8K's; with mix: "
+                         "FILE:WEIGHT; with gym: a dataset's name, such as chain_sum")
+    more: tuple[str, ...] = argument("with mix and dedup: more files", default=())
+    model: str | None = option("with check, required there: checkpoint, folder, adapter, GGUF file or fetched name whose template and "
+                               "tokenizer are used", group="model", default=None)
+    n: int | None = option("with gym: number of problems; with mix: number of rows", group="data", least=1, default=None,
+                           default_text="1000 problems; with mix until a file has been read --epochs times")
+    seed: int = option("with gym, mix and split: random seed", group="data", default=0)
+    out: str | None = option("with gym, mix and dedup, required there: the .jsonl file to write; with split: a folder for train.jsonl and "
+                             "held-out.jsonl", group="run", metavar="FILE", default=None)
+    limit: int | None = option("with check and look: read only the first N rows", group="data", least=1, default=None,
                                default_text="all")
-    epochs: int = option("with mix: how often a file may be read", group="data", least=1, default=1)
-    share: float = option("with split: share of the different rows that is held out", group="data", above=0, below=1, default=0.05)
-    how: Literal["minhash", "exact"] = option("with dedup: leave out near copies too, or equal rows alone", group="method",
+    epochs: int = option("with mix: how many times a file may be read", group="data", least=1, default=1)
+    share: float = option("with split: share of the distinct rows to hold out", group="data", above=0, below=1, default=0.05)
+    how: Literal["minhash", "exact"] = option("with dedup: remove near duplicates too (minhash), or only equal rows (exact)",
+                                              group="method",
                                               default="minhash")
-    threshold: float = option("with dedup: the share of two rows' runs of five words in common (Jaccard) from which one is left out",
+    threshold: float = option("with dedup: Jaccard similarity of the rows' 5-word shingles from which a row counts as a near duplicate",
                               group="method", above=0, most=1, default=0.8)
-    field: str | None = option("with dedup: the column that is compared", group="data", default=None, default_text="all texts of a row")
-    workers: int = option("with dedup: processes that compute; 0: one per core", group="run", least=0, default=0)
-    show: int = option("with check: rows to show as tokens", group="run", least=0, default=3)
-    roles: tuple[str, ...] = option("with check: whose messages are learned", group="data", metavar="ROLE", default=("assistant",))
+    field: str | None = option("with dedup: column to compare", group="data", default=None, default_text="all of a row")
+    workers: int = option("with dedup: number of processes; 0: one per core", group="run", least=0, default=0)
+    show: int = option("with check: number of rows to show as tokens", group="run", least=0, default=3)
+    roles: tuple[str, ...] = option("with check: roles whose messages are trained on", group="data", metavar="ROLE", default=("assistant",))
     max_length: int | None = option("with check: the most tokens of a row", group="data", least=1, default=None,
                                     default_text="the model's own")
-    too_long: Literal["drop", "truncate", "error"] = option("with check: what happens to longer rows", group="data", default="drop")
-    turns: Literal["together", "apart"] = option("with check: one row of a conversation, or one of every turn that is learned (apart)",
+    too_long: Literal["drop", "truncate", "error"] = option("with check: what to do with longer rows", group="data", default="drop")
+    turns: Literal["together", "apart"] = option("with check: one example for each conversation (together), or one for each trained turn "
+                                                 "(apart)",
                                                  group="data", default="together")
-    layout: str | None = option("with check: the layout of the rows, where their columns allow two", group="data", default=None,
-                                default_text="read from the columns")
-    gsm8k: Literal["plain", "think"] = option("with check: answers of GSM8K as they are, or in <think> and <answer>", group="data",
+    layout: str | None = option("with check: layout of the rows, where their columns allow two", group="data", default=None,
+                                default_text="recognised by the columns")
+    gsm8k: Literal["plain", "think"] = option("with check: GSM8K answers as they are (plain), or in <think> and <answer> tags (think)",
+                                              group="data",
                                               default="plain")
     new_tokens: tuple[str, ...] = option("with check: tokens to add to the vocabulary", group="model", metavar="TEXT", default=())
-    held_out: str | None = option("with check: rows on which the model will be judged, none of which may be trained on", group="data",
+    held_out: str | None = option("with check: evaluation rows, none of which may be trained on", group="data",
                                   metavar="FILE", default=None)
-    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
     json: bool = option("print JSON", group="run", default=False)
 
 
@@ -82,9 +87,20 @@ EXAMPLES = """  assay data check train.jsonl --model smollm2-135m
 def run(flags: FLAGS) -> int:
     if flags.more and flags.action not in ("mix", "dedup"):
         raise UsageError(f"assay data {flags.action}: takes one file; found {flags.file} and {', '.join(flags.more)}")
+    refuse_options_without_effect(flags)
     acts = {"gym": write_gym_problems, "look": look_at_file, "mix": mix_files, "split": split_file, "dedup": deduplicate_files,
             "check": check_conversations}
     return acts[flags.action](flags)
+
+
+def refuse_options_without_effect(flags: FLAGS) -> None:
+    """Refuse an option whose help names other actions ("with mix: …") than the one that is asked for: it would change nothing, silently."""
+    for each in (each for each in fields(FLAGS) if each.name not in ("action", "file", "more")):
+        named = re.findall(r"(?:^|; )with ([a-z, ]+?)(?:, required there)?:", each.metadata["help"])
+        actions = [action for names in named for action in re.split(", | and ", names)]
+        if actions and flags.action not in actions and getattr(flags, each.name) != each.default:
+            raise UsageError(f"assay data {flags.action}: --{each.name.replace('_', '-')} is for {' and '.join(actions)} alone; leave it "
+                             "out")
 
 
 def look_at_file(flags: FLAGS) -> int:
@@ -141,7 +157,8 @@ def split_file(flags: FLAGS) -> int:
     found = split_rows(flags.file, required_out(flags), held_out=flags.share, seed=flags.seed)
     print(json.dumps(found, indent=1) if flags.json else
           "\n".join(f"{found[side]['file']}: {found[side]['rows']:,} rows" for side in ("train", "held-out"))
-          + f"\n{found['copies']:,} rows are copies of others, and stand on the side of these")
+          + f"\n{found['copies']:,} rows are copies of others, and stand on the side of these; {found['near']:,} of the held-out rows are "
+          "near copies of rows to learn" + (": assay data dedup leaves these out" if found["near"] else ""))
     return 0
 
 

@@ -1,5 +1,6 @@
 """A trained tokenizer: deterministic, lossless on any text, its special tokens reserved."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.data.bpe import BPE_SPECIAL_TOKENS, train_tokenizer
+from assay.data.bpe import BPE_SPECIAL_TOKENS, train_tokenizer, write_tokenizer
 from assay.data.data_files import DocumentRule
 from assay.data.encode import Encoder
-from assay.errors import DataError, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.model.tokenizer import Tokenizer
 from tests.data.conftest import write_jsonl
 
@@ -75,3 +76,12 @@ def test_what_cannot_be_trained_is_refused(jsonl: Path, tmp_path: Path) -> None:
         train_tokenizer([write_jsonl(tmp_path / "a.jsonl", ["ab"] * 99)], 400, rule=DocumentRule())
     with pytest.raises(DataError, match="no text to train on"):
         train_tokenizer([write_jsonl(tmp_path / "b.jsonl", [""])], 400, rule=DocumentRule())
+
+
+def test_a_tokenizer_that_loses_text_or_has_no_end_is_not_written(tokenizer: Path, tmp_path: Path) -> None:
+    document = json.loads((tokenizer / "tokenizer.json").read_text())
+    for wrong, words in ((Tokenizer.from_parts(document | {"decoder": None}, eos_token="<|endoftext|>"), "comes back from its ids"),
+                         (Tokenizer.from_parts(document, bos_token="<|endoftext|>"), "no token ends a text")):
+        with pytest.raises(GuardStop, match=words):
+            write_tokenizer(wrong, tmp_path / "made")
+    assert not (tmp_path / "made").exists()

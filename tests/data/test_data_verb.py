@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from assay.config import parse
+from assay.data import row_files
 from assay.data.chat import TemplateWriter
-from assay.errors import DataError, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import data
@@ -107,6 +108,27 @@ def test_a_split_keeps_copies_on_one_side(tmp_path: Path, capsys: pytest.Capture
     assert not set(train) & set(apart)
 
 
+def test_rows_that_do_not_reach_the_disk_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = written(tmp_path / "rows.jsonl", [{"text": f"t{n}"} for n in range(20)])
+    with swap(row_files, "in_pieces", lambda lines: [line for line in lines if b"t7" not in line]):
+        for asked in (("mix", f"{path}:1"), ("split", path, "--share", 0.25), ("dedup", path, "--workers", 1)):
+            with pytest.raises(GuardStop, match="not written: its"):
+                done(capsys, *asked, "--out", tmp_path / ("parts" if asked[0] == "split" else "out.jsonl"))
+    assert not list(tmp_path.rglob("out.jsonl"))
+
+
+def test_near_copies_across_a_split_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Fifty texts, each beside one that says a word more."""
+    said = [" ".join(f"w{(7 * n + k * k) % 997}" for k in range(120)) + end for n in range(50) for end in ("", " more")]
+    found = done(capsys, "split", written(tmp_path / "rows.jsonl", [{"text": text} for text in said]), "--share", 0.2, "--out",
+                 tmp_path / "parts")
+    train, apart = (texts(tmp_path / "parts" / f"{side}.jsonl") for side in ("train", "held-out"))
+    bare = {text.removesuffix(" more") for text in train}
+    assert found["near"] == sum(text.removesuffix(" more") in bare for text in apart) > 0
+    alone = written(tmp_path / "alone.jsonl", [{"text": text} for text in said[::2]])
+    assert done(capsys, "split", alone, "--share", 0.2, "--out", tmp_path / "others")["near"] == 0
+
+
 def test_copies_and_near_copies_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     base = [{"text": " ".join(f"w{(7 * n + k * k) % 997}" for k in range(120))} for n in range(20)]
     path = written(tmp_path / "rows.jsonl", [*base, base[3], {"text": base[4]["text"] + " end"}])
@@ -119,3 +141,48 @@ def test_copies_and_near_copies_are_left_out(tmp_path: Path, capsys: pytest.Capt
     assert (seen["rows"], seen["copies"], seen["layouts"]) == (21, 1, {"text": 21})
     with pytest.raises(UsageError, match="takes one file"):
         done(capsys, "look", path, path)
+
+
+def test_rows_that_differ_in_a_label_or_a_column_are_no_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pairs = [{"chosen": "a", "rejected": "b"}, {"rejected": "a", "chosen": "b"}, {"prompt": "a", "rejected": "b"},
+             {"rejected": "b", "chosen": "a"}]
+    found = done(capsys, "dedup", written(tmp_path / "pairs.jsonl", pairs), "--out", tmp_path / "both.jsonl", "--workers", 1)
+    assert found["pairs"] == [[4, 1]], "the first, with its columns in another order"
+    path = written(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "label": label} for label in (True, False, True)])
+    assert done(capsys, "dedup", path, "--out", tmp_path / "clean.jsonl", "--workers", 1)["pairs"] == [[3, 1]]
+    assert done(capsys, "dedup", path, "--field", "prompt", "--out", tmp_path / "one.jsonl", "--workers", 1)["kept"] == 1
+    with pytest.raises(DataError, match="row 1 of all files: there is nothing under 'text'; its columns are prompt, completion, label"):
+        done(capsys, "dedup", path, "--field", "text", "--out", tmp_path / "none.jsonl", "--workers", 1)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_numbers_that_are_missing_in_parquet_are_null_in_rows_and_infinite_ones_are_refused(tmp_path: Path,
+                                                                                           capsys: pytest.CaptureFixture[str]):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"t{n}", "facts": [{"score": float("nan") if n % 2 else 0.5}]} for n in range(8)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    done(capsys, "split", tmp_path / "rows.parquet", "--share", 0.25, "--out", tmp_path / "parts")
+    kept = [json.loads(line) for side in ("train", "held-out") for line in (tmp_path / "parts" / f"{side}.jsonl").read_text().splitlines()]
+    assert sorted(str(row["facts"][0]["score"]) for row in kept) == ["0.5"] * 4 + ["None"] * 4
+    parquet.write_table(arrow.Table.from_pylist([{"text": "a", "score": float("inf")}]), tmp_path / "odd.parquet")
+    with pytest.raises(DataError, match=r"odd\.parquet:1: not JSON \(.*Infinity"):
+        done(capsys, "mix", f"{tmp_path / 'odd.parquet'}:1", "--out", tmp_path / "odd.jsonl")
+
+
+@pytest.mark.parametrize(("line", "words"), [('\ufeff{"text": "b"}', "byte order mark"), ('["b"]', "found list"), ("b", "not JSON")])
+@pytest.mark.parametrize("action", ["mix", "split", "dedup"])
+def test_a_line_that_is_no_row_is_refused_by_its_place(action: str, line: str, words: str, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"text": "a"}\r\n' + line + "\n")
+    with pytest.raises(DataError, match=f"(rows.jsonl:3|row 2 of all files): .*{words}"):
+        done(capsys, action, f"{path}:1" if action == "mix" else path, "--out", tmp_path / "out.jsonl",
+             *(("--workers", 1) if action == "dedup" else ()))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("flags", [("split", "--limit", 5), ("mix", "--share", 0.2), ("look", "--seed", 1), ("dedup", "--n", 3)])
+def test_an_option_of_another_action_is_refused(flags: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    action, option, value = flags
+    with pytest.raises(UsageError, match=f"assay data {action}: {option} is for .* alone"):
+        done(capsys, action, tmp_path / "rows.jsonl", option, value)

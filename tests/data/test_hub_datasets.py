@@ -1,5 +1,6 @@
 """Datasets of the hub by name, through the real client against a double; and rows at a URL."""
 
+import importlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 from assay.data.hub_datasets import DatasetName, files_of_split, local_data
 from assay.data.layouts import read_conversations
 from assay.errors import UsageError
+from assay.store.model_cache import hub_error_types
 from tests.interop.hub_double import running_hub
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -79,3 +81,10 @@ def test_rows_at_a_url_are_copied_once_for_each_version(tmp_path: Path, monkeypa
     assert [row.plain for row in read_conversations(url).rows] == [("", "other")]
     with pytest.raises(UsageError, match="no file of rows"):
         local_data(f"file://{tmp_path / 'nowhere'}")
+
+
+def test_the_errors_of_the_library_that_the_hub_speaks_by_are_known():
+    from huggingface_hub.utils import get_session
+
+    library = importlib.import_module(type(get_session()).__module__.partition(".")[0])
+    assert issubclass(library.HTTPError, hub_error_types())

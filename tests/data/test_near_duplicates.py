@@ -6,7 +6,9 @@ import random
 import numpy as np
 import pytest
 
+from assay.data import near_duplicates
 from assay.data.near_duplicates import document_prints, find_duplicates, prints_of_lines, said_in_row
+from assay.errors import GuardStop
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,7 @@ def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeyp
     monkeypatch.setattr("assay.data.near_duplicates.line_blocks", lambda lines: ([line] for line in lines))
     for one, other in zip(whole, prints_of_lines(lines), strict=True):
         assert np.array_equal(one, other)
-    assert said_in_row({"a": "x", "b": [{"c": "y"}, 3]}, None) == "x\ny"
-    assert said_in_row({"a": "x", "b": "y"}, "b") == "y"
+    assert said_in_row({"a": "x", "b": [{"c": "y"}, 3], "d": None, "e": False}) == "x\ny\n3\nFalse"
 
 
 def test_words_of_any_length_are_told_apart():
@@ -79,3 +80,12 @@ def test_exact_copies_are_found_without_signatures(documents: list[str], monkeyp
     found = find_duplicates(prints_of_lines(lines, signed=False), None)
     assert found.first.tolist() == with_them.first.tolist()
     assert (found.exact, found.near) == (1, 0)
+
+
+def test_signatures_that_do_not_say_how_alike_documents_are_are_refused(monkeypatch: pytest.MonkeyPatch):
+    near_duplicates.refuse_wrong_likeness()
+    filled = near_duplicates._filled
+    for wrong in (lambda least: least, lambda least: filled(least[::-1])):
+        monkeypatch.setattr(near_duplicates, "_filled", wrong)
+        with pytest.raises(GuardStop, match="rows would be left out by mistake"):
+            near_duplicates.refuse_wrong_likeness()
