@@ -12,6 +12,7 @@ the error: its reward is then unknown, which is neither 0 nor learned from.
 
 import contextlib
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -48,14 +49,11 @@ class Policy:
         made = ClientTrajectory(**self._post("/trajectories", {}))
         try:
             yield made
-            found = made.reward if made.reward is not None else reward(made) if callable(reward) else reward
-            if found is None:
-                raise UsageError(f"trajectory {made.id} has no reward; give trajectory(reward=…), or set its reward in the block")
+            made.reward = _finite(made.reward if made.reward is not None else reward(made) if callable(reward) else reward, made.id)
         except BaseException as error:
             with contextlib.suppress(UsageError):  # nothing was said in it, or the server is gone: what the block raised matters more
                 self._post(f"/trajectories/{made.id}/close", {"error": f"{type(error).__name__}: {error}"[:500]})
             raise
-        made.reward = float(found)
         self._post(f"/trajectories/{made.id}/close", {"reward": made.reward})
 
     def train(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -72,6 +70,14 @@ class Policy:
             raise UsageError(f"{self.url}{path}: {json.loads(error.read())['error']['message']}") from None
         except urllib.error.URLError as error:
             raise UsageError(f"{self.url}{path}: {error.reason}; is assay serve --train running there?") from None
+
+
+def _finite(reward: Any, name: str) -> float:
+    if reward is None:
+        raise UsageError(f"trajectory {name} has no reward; give trajectory(reward=…), or set its reward in the block")
+    if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
+        raise UsageError(f"the reward of trajectory {name} is {str(reward)[:80]!r}; expected a finite number")
+    return float(reward)
 
 
 def trajectory(url: str, reward: float | Callable[[ClientTrajectory], float] | None = None,

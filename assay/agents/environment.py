@@ -23,16 +23,18 @@ episode becomes an error row. One that has `close` is told when its episode is o
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from assay.agents.tool_calls import ChatMessage, ToolCall
 from assay.config import nearest
 from assay.errors import AssayError, DataError, UsageError
 from assay.reward.json_schema import schema_fault
 
+T = TypeVar("T")
 Answer = tuple[Sequence[ChatMessage], float, bool]  # messages, the reward of this step, whether the episode is over
 BUILT_IN = {"calculator": "assay.agents.environments.calculator:Calculator",
             "kv": "assay.agents.environments.key_value_store:KeyValueStore",
@@ -54,7 +56,7 @@ class Environment(Protocol):
 
 
 class ToolError(AssayError):
-    """What a tool could not do, in words for the model: its answer, and no error of the episode."""
+    """Failure of a tool, in words for the model: it is the tool's answer, and no error of the episode."""
 
 
 def tool(name: str, description: str, /, **arguments: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -137,4 +139,13 @@ def checked_messages(messages: Any, who: str) -> list[dict[str, Any]]:
     if listed is None or any(not isinstance(each, Mapping) or not isinstance(each.get("content"), str) or each.get("role") not in
                              ("system", "user", "tool") for each in listed):
         raise DataError(f"{who} gave {str(messages)[:120]!r}; expected a list of messages with role system, user or tool and text content")
-    return [dict(each) for each in listed]
+    return require_json([dict(each) for each in listed], who)
+
+
+def require_json(value: T, who: str) -> T:
+    """A value that travels between processes and into texts as it is, or a sentence."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # half of a surrogate pair is a ValueError too
+        raise DataError(f"{who} gave something that is no plain JSON: {error}") from None
+    return value

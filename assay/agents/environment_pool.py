@@ -29,7 +29,7 @@ ErrorKind = Literal["error", "time-out", "crash", "not repeatable"]
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """What an environment answered; with an `error`, nothing but that is known."""
+    """Reply of an environment; with an `error`, nothing else is known."""
 
     messages: tuple[ChatMessage, ...] = ()
     reward: float = 0.0
@@ -82,7 +82,7 @@ class EnvironmentPool:
         return self._each(seeds, self._opened)
 
     def step(self, messages: Mapping[str, ChatMessage]) -> dict[str, EnvironmentReply]:
-        """What each environment answers to a turn of its episode."""
+        """Each environment's reply to a turn of its episode."""
         return self._each(messages, lambda episode: self._stepped(episode, messages[episode]))
 
     def solutions(self, episodes: Sequence[str]) -> dict[str, list[str | dict[str, Any]]]:
@@ -90,8 +90,12 @@ class EnvironmentPool:
         return {episode: self._worker(episode).ask({"do": "solution", "episode": episode}).get("turns", []) for episode in episodes}
 
     def rewards(self, episodes: Sequence[str]) -> dict[str, list[float]]:
-        """What each was given, a number for every step that was answered."""
+        """Rewards of each episode, a number for every step that was answered."""
         return {episode: [reply.reward for _, reply in self._lives[episode].played[1:] if reply.error is None] for episode in episodes}
+
+    def over(self, episodes: Sequence[str]) -> list[str]:
+        """Those whose environment said last that they are done."""
+        return [episode for episode in episodes if self._lives[episode].played[-1][1].done]
 
     def drill(self) -> EnvironmentReply:
         """What comes back for a step that is known to raise."""

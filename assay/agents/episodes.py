@@ -39,6 +39,7 @@ class PlayedEpisodes:
     groups: list[list[Trajectory]]  # by task, then by member
     sampled: list[SampledTurn]  # every turn, as the engine gave it
     given: dict[str, list[float]]  # by episode, the reward of every step, as its environment's process gave it
+    over: list[str]  # episodes that their environments said are done
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ def play_episodes(engine: Engine, pool: EnvironmentPool, writer: ChatWriter, tas
             _written(episode).say(said, message)
         take_replies(writer, live, pool.step(messages))
     names = [episode.name for episode in episodes]
-    given = pool.rewards(names)
+    given, over = pool.rewards(names), pool.over(names)
     pool.close(names)
     trajectories = [episode.trajectory() for episode in episodes]
-    return PlayedEpisodes([trajectories[first:first + group] for first in range(0, len(trajectories), group)], sampled, given)
+    return PlayedEpisodes([trajectories[first:first + group] for first in range(0, len(trajectories), group)], sampled, given, over)
 
 
 def begin_episodes(pool: EnvironmentPool, writer: ChatWriter, episodes: Sequence[_Episode]) -> None:
@@ -169,7 +170,7 @@ def play_solution(pool: EnvironmentPool, writer: ChatWriter, seed: int, turns: S
     for number, text in enumerate(turns):
         if reply.error is not None or reply.done:
             break
-        reply = pool.step({name: writer.format.message(text, f"{name}/{number}")})[name]
+        reply = pool.step({name: writer.message(text, f"{name}/{number}")})[name]
         total += reply.reward
     pool.close([name])
     return replace(reply, reward=total)

@@ -44,12 +44,12 @@ class TokenSequence:
 
     @cached_property
     def sampled(self) -> tuple[bool, ...]:
-        """Of every token, whether the policy sampled it: these are trained on, and no other."""
+        """Whether the policy sampled each token: only these are trained on."""
         return tuple(chain.from_iterable(repeat(piece.source == "policy", len(piece.ids)) for piece in self.pieces))
 
     @cached_property
     def logprobs(self) -> tuple[float, ...]:
-        """Of every token, the log-probability that it was sampled with; 0 where it was not."""
+        """Log-probability that each token was sampled with; 0 where it was not sampled."""
         return tuple(chain.from_iterable(piece.logprobs or repeat(0.0, len(piece.ids)) for piece in self.pieces))
 
     @cached_property
@@ -88,12 +88,12 @@ class Trajectory:
 
     @cached_property
     def turns(self) -> tuple[Piece, ...]:
-        """What the policy said, in order."""
+        """Turns of the policy, in order."""
         return tuple(turn for sequence in self.sequences for turn in sequence.turns)
 
     @cached_property
     def tokens(self) -> int:
-        """Those that the policy sampled: what a trajectory's length is, where one counts."""
+        """Tokens that the policy sampled: the length of a trajectory."""
         return sum(len(turn.ids) for turn in self.turns)
 
     @property

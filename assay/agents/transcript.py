@@ -6,17 +6,23 @@
     written.insert([(transcript, answers), …])           what the template writes after them, or a new sequence where it rewrote them
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
-from assay.agents.tool_calls import ChatMessage, ToolFormat, format_for
+from assay.agents.tool_calls import ChatMessage, ToolCall, ToolFormat, format_for
 from assay.agents.trajectory import Piece, Source, TokenSequence, in_one_row
 from assay.data.chat import text_prefix_ids
 from assay.errors import DataError
 from assay.generate.generation_request import Completion
+from assay.model.chat_template import Chat
 from assay.model.tokenizer import Tokenizer
+
+CANARY_CALL = ToolCall("assay_canary", {"place": "Ada's garden", "number": 17})
+CANARY_TOOL: dict[str, Any] = {"type": "function", "function": {"name": CANARY_CALL.name, "description": "A test.", "parameters": {
+    "type": "object", "properties": {"place": {"type": "string"}, "number": {"type": "integer"}}, "required": ["place", "number"]}}}
 
 
 class Transcript:
@@ -27,7 +33,7 @@ class Transcript:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """What the next turn is sampled after."""
+        """Token ids that the next turn is sampled after."""
         return tuple(chain.from_iterable(piece.ids for piece in self._sequences[-1]))
 
     @property
@@ -44,7 +50,7 @@ class Transcript:
         self._sequences[-1] += pieces
 
     def branch(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
-        """From here on the policy sees another text: a sequence of its own, in which nothing that was said before is trained on again."""
+        """Begin a new sequence, because the policy now sees another text; nothing said before is trained on again in it."""
         self.messages += messages
         self._sequences.append([*pieces])
 
@@ -59,10 +65,13 @@ class ChatWriter:
     def turn(self, completion: Completion, address: str) -> dict[str, Any]:
         """A sampled turn as a message; special tokens within it are part of what was said, the one that ended it is not."""
         ids = completion.ids[:-1] if completion.ended == "stop" else completion.ids
-        return self.format.message(self.tokenizer.decode(ids), address)
+        return self.message(self.tokenizer.decode(ids), address)
+
+    def message(self, text: str, address: str) -> dict[str, Any]:
+        return self.format.message(text, address, self.tools or ())
 
     def first(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[tuple[list[Piece], str]]:
-        """Of each conversation that begins, its ids and its text."""
+        """Pieces of ids, and the text, of each conversation that begins."""
         if self.tokenizer.template is None:
             begin, texts = text_prefix_ids(self.tokenizer), ["".join(each["content"] for each in said) for said in conversations]
             return [([Piece("template", tuple(begin)), *self.pieces(text, said)], text)
@@ -138,3 +147,27 @@ class ChatWriter:
 def _unanswered(pieces: Sequence[Piece]) -> int:
     """How many pieces stand after the last turn."""
     return next((after for after, piece in enumerate(reversed(pieces)) if piece.source == "policy"), len(pieces))
+
+
+def call_as_templated(tokenizer: Tokenizer) -> str | None:
+    """A turn with a tool call as the model's own chat template writes it, without the token that ends it; None where it writes no call.
+
+    Templates differ in what they take for one: without content or with an empty one, with arguments as an object or as text.
+    """
+    asked: ChatMessage = {"role": "user", "content": "?"}
+    given = dict(CANARY_CALL.arguments)
+    said: list[ChatMessage] = [{"role": "assistant", "content": content, "tool_calls": [
+        {"id": "a1b2c3d4e", "type": "function", "function": {"name": CANARY_CALL.name, "arguments": arguments}}]}
+        for arguments in (given, json.dumps(given)) for content in ("", None)]
+    chats: list[Chat] = [([asked, each], [CANARY_TOOL], False) for each in said]
+    before, *wholes = tokenizer.render_batch([([asked], [CANARY_TOOL], True), *chats])
+    turns = [whole[_common_length(before, whole):] for whole in wholes if before is not None and whole is not None]
+    written = next((turn.strip() for turn in turns if CANARY_CALL.name in turn), None)
+    ends = tuple(filter(None, (tokenizer.tokens[token] for token in tokenizer.special_ids)))
+    while written is not None and written.endswith(ends):
+        written = next(written.removesuffix(end) for end in ends if written.endswith(end)).strip()
+    return written
+
+
+def _common_length(one: str, other: str) -> int:
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -2,7 +2,7 @@
 
 The loop runs in a thread, with a model client that hands each question out and waits for the turn. A rubric that raises is scored 0 by
 verifiers and logged; here it is an error of the episode, whose reward is unknown. Versions 0.1.10 to 0.3 have such environments; those
-of 0.4 run their own agents against an endpoint, which is `assay serve --train`.
+of 0.4 run their own agents against an endpoint, which is `assay serve --train`: a trajectory a rollout, by the headers of its client.
 """
 
 import asyncio

@@ -77,7 +77,7 @@ class AccessGate:
         return AccessRefused("Incorrect API key provided; send Authorization: Bearer TOKEN", 401, "invalid_api_key")
 
     def given(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """What the client offers as the token."""
+        """The token that the client offers."""
         return headers.get(b"authorization", b"").removeprefix(b"Bearer ")
 
 

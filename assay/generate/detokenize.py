@@ -31,7 +31,7 @@ class Detokenizer:
         return None
 
     def take(self) -> str:
-        """What can be shown now and was not shown before."""
+        """New text that can be shown now because it can no longer change."""
         held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
         return self._show(len(self.text) - held)
 

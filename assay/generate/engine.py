@@ -57,7 +57,7 @@ class ActiveCompletion:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What must be in the cache before the last prompt token is fed."""
+        """Tokens that must be in the cache before the last prompt token is fed."""
         return self.request.prompt[:-1]
 
     @property
@@ -139,7 +139,7 @@ class Engine:
         return self._tickets
 
     def step(self) -> list[CompletionProgress]:
-        """What came since the last call, at most one entry for each member that is served; [] where nothing is left to do."""
+        """Progress since the last call, at most one entry for each completion in progress; [] where nothing is left to do."""
         self._refuse_other_weights(self.weights.written())
         self._admit()
         while self._may_launch() and any(active is not None and active.left > 0 for active in self._in_slots):
@@ -327,7 +327,7 @@ class Engine:
 
 
 def fitting_slots(model: Transformer, wanted: int, length: int, device: torch.device | str | None = None) -> int:
-    """As many as wanted, if the device can hold their keys and values beside all else."""
+    """Number of slots: as many as wanted, if the device can hold their keys and values beside everything else."""
     where = model.embed.weight.device if device is None else torch.device(device)
     most = MOST_SLOTS.get(where.type, MOST_SLOTS["cpu"])
     if where.type == "cuda":

@@ -68,7 +68,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionProgress:
-    """What one member of one request gained in a step; the last one carries its completion."""
+    """Progress of one completion of a request in one step; the last one carries the completion."""
 
     ticket: int
     member: int  # 0 … group - 1

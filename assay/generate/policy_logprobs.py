@@ -46,7 +46,8 @@ def with_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty: Tensor)
 
 
 def policy_logits(model: Transformer, states_ND: Tensor) -> Tensor:
-    """In fp32 and never rounded on the way, as the trainer's fused loss makes them: a policy ratio of 1 has to come out as 1."""
+    """Logits of the policy in fp32, never rounded on the way, as in the trainer's fused loss, so that a policy ratio of 1 comes out as 1.
+    """
     head_VD = model.head_weight()
     if states_ND.is_cuda and states_ND.dtype != torch.float32 and not torch.is_grad_enabled():
         logits_NV = torch.mm(states_ND, head_VD.to(states_ND.dtype).T, out_dtype=torch.float32)
@@ -66,7 +67,7 @@ def sampled_logprobs(model: Transformer, states_ND: Tensor, targets_N: Tensor, s
 
 @torch.no_grad()
 def completion_logprobs(model: Transformer, sequences: Sequences, sampling: Sampling) -> list[Tensor]:
-    """For each (prompt, completion) the log-probability of every completion token, through the training path: no cache.
+    """Log-probability of every completion token for each (prompt, completion), through the training path, without a cache.
 
     Under the distribution that `sampling` says it was drawn from. fp32, on the CPU.
     """

@@ -44,7 +44,7 @@ class RemoteRequest(NamedTuple):
 
 
 class RemoteDraw(NamedTuple):
-    """What a reply says of one completion, as it says it."""
+    """One completion as a reply of the server reports it."""
 
     ids: list[int]
     logprobs: list[float | None]
@@ -71,7 +71,7 @@ class RemoteServer(Protocol):
 
 
 class RemoteEngine:
-    """What an `Engine` does for a rollout, done by a server: `load` hands over weights, `submit` and `drain` have completions drawn."""
+    """Engine for rollouts on a server: `load` sends weights, `submit` and `drain` have completions sampled."""
 
     def __init__(self, server: RemoteServer, *, stop_ids: Collection[int], length: int, tokenizer: Tokenizer | None = None):
         self.server, self.stop_ids, self.length, self.tokenizer = server, tuple(stop_ids), min(length, server.length), tokenizer

@@ -66,7 +66,7 @@ class LaunchedSteps(NamedTuple):
         return cls(ids, logprobs, arrived)
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """For each slot, its ids and log-probabilities; NOBODY where the slot drew nothing."""
+        """Token ids and log-probabilities of each slot; NOBODY where the slot sampled nothing."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.ids_CS.T.tolist(), self.logprobs_CS.T.tolist()
@@ -108,7 +108,7 @@ class Slots:
         self.running[self._on_device(list(slots))] = 0
 
     def clear(self, *, recapture: bool = False) -> None:
-        """Nothing of what was computed under earlier weights is left; `recapture` where weights have moved to other addresses."""
+        """Forget everything that was computed under earlier weights; `recapture` where the weights have moved to other addresses."""
         self.running.zero_()
         self.cache.clear()
         if recapture:

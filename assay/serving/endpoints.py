@@ -11,6 +11,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError, UsageError
@@ -142,7 +143,7 @@ class Endpoints:
         if asked.kind != "chat":
             raise RequestRefused("trajectories are made of chat completions; leave X-Assay-Trajectory out", param="prompt")
         policy = self._policy()
-        await asyncio.to_thread(api_prompt_ids, model, asked)  # what the template refuses or has no place for is refused here too
+        await asyncio.to_thread(encoded_prompts, model, asked)  # what the template refuses or has no place for is refused here too
         prompt = policy.begin_turn(trajectory, asked, model)
         answer = ApiReply.to(asked, model, (prompt,), secrets.randbits(63) if asked.seed is None else asked.seed)
 
@@ -181,17 +182,24 @@ def _or_refused(code: str, opened: Callable[..., HostedModel], *given: str) -> H
 
 def api_prompt_ids(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ...], ...]:
     """Token ids, each with room for at least one more; a chat goes through the model's own template."""
+    prompts = encoded_prompts(model, asked)
+    require_context(prompts, asked, model)
+    return prompts
+
+
+def encoded_prompts(model: HostedModel, asked: ApiRequest) -> tuple[tuple[int, ...], ...]:
     tokenizer, stops = model.tokenizer, model.artifact.stops
     if asked.kind == "chat":
         if tokenizer.template is None:
             raise RequestRefused(f"{model.name!r} has no chat template; use /v1/completions", param="messages")
+        if asked.form.tools and model.unread_tools is not None:
+            raise RequestRefused(f"tools are not supported by this model: {model.unread_tools}", param="tools",
+                                 code="unsupported_parameter")
         prompts = [tokenizer.encode(render_chat(tokenizer, asked.messages, asked.form.tools, model.tool_format))]
     else:
         prompts = [tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]
     beginning = [id for id in (stops.bos, stops.eos) if id is not None][:1]
-    prompts = [prompt or beginning for prompt in prompts]
-    require_context(prompts, asked, model)
-    return tuple(map(tuple, prompts))
+    return tuple(tuple(prompt or beginning) for prompt in prompts)
 
 
 def require_context(prompts: Sequence[Sequence[int]], asked: ApiRequest, model: HostedModel) -> None:
@@ -251,8 +259,8 @@ class CompletionFlow:
                 told(None)
             raise
         try:
-            for call in calls:
-                await asyncio.wrap_future(self.serving.submit(call))
+            for call in calls:  # no weights are taken up while a request is under way: all of it is of one version
+                self.answer = replace(self.answer, version=await asyncio.wrap_future(self.serving.submit(call)))
             yield 0, None, None
             left = self.members
             while left:
@@ -346,7 +354,7 @@ async def _body(request: "HttpRequest") -> dict[str, Any]:
 
 
 async def unless_disconnected(receive: "Receive", work: Coroutine[Any, Any, T]) -> T | None:
-    """What the work returns, or None where the client left before; then the work is cancelled."""
+    """Result of the work, or None where the client left before; the work is then cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -30,7 +30,7 @@ DEFAULT_LENGTH = 2048  # tokens of a slot where nobody says, or the model's cont
 
 @dataclass(frozen=True)
 class ServerSize:
-    """What every model of a server gets. `length` None: LONGEST or the context, whichever is less."""
+    """Size and placement of every model on a server. `length` None: LONGEST or the context, whichever is less."""
 
     slots: int = 16
     queue: int = 256  # members that may wait beside those that are served
@@ -165,7 +165,8 @@ class EngineThread:
         model.members -= members
         self.busy -= members
 
-    def submit(self, call: PendingCall) -> "Future[None]":
+    def submit(self, call: PendingCall) -> "Future[str]":
+        """The version of the weights that answer it."""
         return self.ask(lambda: self._submit(call))
 
     def cancel(self, call: PendingCall) -> None:
@@ -250,10 +251,11 @@ class EngineThread:
         for key in [key for key in self._calls if key[0] is model]:
             self._calls.pop(key).deliver(AssayError(model.broken), None)
 
-    def _submit(self, call: PendingCall) -> None:
+    def _submit(self, call: PendingCall) -> str:
         engine = call.model.engine
         call.ticket, call.left = engine.submit(replace(call.request, follows=engine.latest_before(call.request.prompt))), call.request.group
         self._calls[call.model, call.ticket] = call
+        return engine.version
 
     def _cancel(self, call: PendingCall) -> None:
         if call.ticket is not None and (call.model, call.ticket) in self._calls:

@@ -18,6 +18,7 @@ from assay.generate.engine import Engine
 from assay.generate.generation_request import GenerationRequest, Sampling
 from assay.generate.policy_logprobs import completion_logprobs, policy_logits, sampled_distribution, tokens_seen_before
 from assay.generate.token_grammar import GrammarVocabulary
+from assay.guard.trajectory_checks import check_tool_format
 from assay.model.kv_cache import DecodeView, SlotCache
 from assay.model.placement import place_for_inference, place_for_training, uncompiled
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, probe_inputs, share_of_change
@@ -54,7 +55,7 @@ class HostedModel:
 
     @property
     def digest(self) -> str:
-        """Of the checkpoint's own weights: an adapter's, or a whole model's."""
+        """Digest of the checkpoint's own weights: an adapter's, or a whole model's."""
         return self.artifact.digest
 
     @property
@@ -65,6 +66,12 @@ class HostedModel:
     @property
     def tool_format(self) -> ToolFormat:
         return format_for(self.tokenizer.template)
+
+    @functools.cached_property
+    def unread_tools(self) -> str | None:
+        """Why the model's tool calls could not be read; None where they can, or where its template does not say how it calls."""
+        found = check_tool_format(self.tokenizer, self.tool_format)
+        return found.reason if found.outcome is Outcome.REFUTED else None
 
     @functools.cached_property
     def forms(self) -> GrammarVocabulary:
@@ -152,7 +159,7 @@ def _share_shown(found: ProbeLogits, due: ProbeLogits, artifact: Artifact) -> fl
     """How much of an adapter's change shows; None for a whole model, and where there is no change to see."""
     if artifact.base is None or artifact.base.config.vocab != artifact.config.vocab:
         return None
-    without = compute_probe_logits(build_model(artifact.base))
+    without = compute_probe_logits(build_model(artifact.base, None))  # widened as it is used: a copy in fp32 would take twice the base
     return share_of_change(found, without, due) if probe_distance(due, without) > _FAINT else None
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from assay.serving.engine_thread import EngineThread
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-KNOWN_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/adapters", "/health", "/metrics")
+KNOWN_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/adapters", "/v1/trajectories", "/v1/train", "/v1/weights",
+               "/health", "/metrics")
 
 
 class RequestCounts:

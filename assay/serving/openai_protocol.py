@@ -206,6 +206,7 @@ class ApiReply:
     seed: int
     id: str
     created: int
+    version: str = ""  # of the weights that answer, from when the engine has taken the request
 
     @classmethod
     def to(cls, asked: ApiRequest, model: HostedModel, prompts: tuple[tuple[int, ...], ...], seed: int) -> "ApiReply":
@@ -245,7 +246,7 @@ class ApiReply:
     def message(self, index: int, completion: Completion) -> dict[str, Any]:
         if not self.asked.form.tools:
             return {"role": "assistant", "content": completion.text, "refusal": None}
-        return spoken_message(completion, self.model.tokenizer, self.model.tool_format, f"{self.id}/{index}")
+        return spoken_message(completion, self.model.tokenizer, self.model.tool_format, f"{self.id}/{index}", self.asked.form.tools)
 
     @staticmethod
     def _reason(completion: Completion, message: Mapping[str, Any]) -> str:
@@ -276,7 +277,7 @@ class ApiReply:
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """`seed` is ours: with it anyone can have the same answer again, whether it was asked for or not."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name, "choices": choices,
-                "system_fingerprint": self.model.engine.version, "seed": self.seed}
+                "system_fingerprint": self.version, "seed": self.seed}
 
     def _logprobs(self, ids: Sequence[int], drawn: Sequence[float], scores: RankedTokens | None) -> dict[str, Any]:
         likeliest: Sequence[Sequence[tuple[int, float]]] = [()] * len(ids) if scores is None else scores.likeliest

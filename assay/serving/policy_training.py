@@ -9,12 +9,16 @@ Token ids, log-probabilities and versions are the server's own record: a client 
 from the very ids of the one before; where a client or a template writes the history anew, a new sequence begins, in which only what is
 sampled there is learned from. What was not said by the weights as they are now is refused. Of a policy that is an adapter on its base
 (`--lora-r`, or a served adapter) the base stays as it is, which is looked at after every update.
+
+What was said under weights that are gone can never be learned from: after each update such trajectories are named in trajectories.jsonl,
+with why, and counted by kind (with tools, without). Where too many of one kind were closed with errors, updates are refused: the policy
+would learn from the other kind alone.
 """
 
 import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +43,13 @@ from assay.guard.policy_identity import (
     measure_logprob_floor,
     version_name,
 )
-from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_token_law
+from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_kinds, check_token_law
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
 from assay.learn.optim import adamw
 from assay.learn.policy import Surrogate, policy_gradient
 from assay.model.probe_logits import probe_inputs
+from assay.recipes.environment_tasks import kind_of
 from assay.recipes.episode_batch import episode_batch, episode_rows, of_turns
 from assay.recipes.episode_rollouts import check_inserted, turns_of
 from assay.recipes.rollout_batch import Layout, batch_logprobs
@@ -59,6 +64,7 @@ from assay.verdict import Outcome, Verdict, proven
 
 MOST_TRAJECTORIES = 4096  # that are held at a time
 MICRO_ROWS = 8  # of a micro-batch
+MOST_ERRORS = 0.5  # of the trajectories of a kind
 TRAINED_SAMPLING = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": ()}
 
 
@@ -77,11 +83,20 @@ class OpenTrajectory:
     error: str | None = None
     asked: tuple[int, ...] = ()  # the ids that the last turn is sampled after
     sampled: list[SampledTurn] = field(default_factory=list)  # every turn as the engine gave it, beside what is made of it
+    calls: int = 0  # of tools that were offered: those that could be read
+    faults: int = 0  # and those that could not
+    dropped: bool = False  # said under weights that are gone, so that it can never be learned from
 
     def finished(self) -> Trajectory:
         assert self.transcript is not None
         return Trajectory(self.id, self.id, 0, self.transcript.sequences, tuple(self.transcript.messages),
-                          () if self.reward is None else (self.reward,), "error" if self.error is not None else "done", self.error)
+                          () if self.reward is None else (self.reward,), "error" if self.error is not None else "done", self.error,
+                          calls=self.calls, faults=self.faults)
+
+    def why_dropped(self) -> str:
+        if self.error is not None:
+            return self.error
+        return "an update came before it was trained on" if self.closed else "an update came before it was closed"
 
 
 @dataclass(eq=False)
@@ -91,9 +106,14 @@ class ServedPolicy:
     model: HostedModel
     folder: Path
     learning_rate: float
+    errors: float = MOST_ERRORS  # share of the trajectories of a kind that may be closed with an error
+    save_steps: int = 0  # updates between checkpoints; 0: only at the end
     updates: int = 0
     trajectories: dict[str, OpenTrajectory] = field(default_factory=dict)
     given: dict[str, list[float]] = field(default_factory=dict)  # by trajectory, what its client paid, beside what is made of it
+    played: Counter[str] = field(default_factory=Counter)  # by kind, trajectories that were learned from or closed with an error
+    failed: Counter[str] = field(default_factory=Counter)  # of these, those with an error
+    saved: tuple[int, Checkpoint] | None = None  # the last checkpoint, and after how many updates it was written
 
     def __post_init__(self) -> None:
         assert self.model.trained is not None, "a policy is opened to learn"
@@ -115,11 +135,19 @@ class ServedPolicy:
 
     def open(self) -> dict[str, Any]:
         if len(self.trajectories) >= MOST_TRAJECTORIES:
-            raise RequestRefused(f"{len(self.trajectories)} trajectories are held already; train on them, or close them with an error",
-                                 status=429, code="too_many_trajectories")
+            self._forget_dropped()
+        if len(self.trajectories) >= MOST_TRAJECTORIES:
+            raise RequestRefused(f"{len(self.trajectories)} trajectories are held already; train on them, or close with an error those in "
+                                 "which nothing was said", status=429, code="too_many_trajectories")
         made = OpenTrajectory(f"traj-{secrets.token_hex(8)}")
         self.trajectories[made.id] = made
         return {"id": made.id, "version": self.model.engine.version}
+
+    def _forget_dropped(self) -> None:
+        """Those that can never be learned from; they were kept so that a late client is told why."""
+        for name in [each.id for each in self.trajectories.values() if each.dropped and not each.speaking]:
+            del self.trajectories[name]
+            self.given.pop(name, None)
 
     def find(self, name: str) -> OpenTrajectory:
         if name not in self.trajectories:
@@ -176,7 +204,11 @@ class ServedPolicy:
             found.seen = ()  # the next request begins a sequence
             return
         found.sampled.append(SampledTurn(found.asked, completion))
-        found.transcript.say(completion, found.writer.turn(completion, address))
+        turn = found.writer.turn(completion, address)
+        if found.tools:
+            found.calls += len(turn.get("tool_calls", ()))
+            found.faults += len(turn.get("faults", ()))
+        found.transcript.say(completion, turn)
         found.seen = (*found.seen, read_message(message, "the answer"))
 
     def close(self, name: str, reward: float | None, error: str | None) -> None:
@@ -187,7 +219,10 @@ class ServedPolicy:
                                  code="reward_once" if found.closed else "trajectory_busy")
         if (reward is None) == (error is None) or (reward is not None and not math.isfinite(reward)):
             raise RequestRefused('expected {"reward": a finite number} or {"error": "why there is none"}', param="reward")
-        if found.transcript is None or not found.transcript.sequences:
+        if not found.sampled and error is not None:
+            del self.trajectories[name]
+            return
+        if not found.sampled:
             raise RequestRefused(f"nothing was said in trajectory {name}, so there is nothing to reward", status=409, param="reward")
         found.closed, found.reward, found.error = True, reward, error
         if reward is not None:
@@ -220,12 +255,26 @@ class ServedPolicy:
         whole = Counter(sequence.ids for each, counts in zip(every, counted, strict=True) if counts for sequence in each.sequences)
         law = check_token_law(batch, sampled, whole, stop_ids=self.model.engine.stop_ids, cap=0)  # a client caps each turn as it likes
         paid = check_episode_rewards(every, [reward for group in rewards for reward in group], self.given)
-        verdicts = [version, check_every_turn(sampled, every), law, paid, self._check_identity(batch, every)]
+        verdicts = [version, check_every_turn(sampled, every), law, paid, self._check_kinds(every)]
+        _stop_training_if_refuted(verdicts)  # first: what is not as it was sampled need not even have a log-probability
+        verdicts.append(self._check_identity(batch, every))
         if self.updates == 0:
             verdicts += check_inserted(self.weights, policy_gradient(self.asked), batch, episode_rows(every), self.asked.temperature)
-        if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
-            raise GuardStop(f"not trained: {against[0].check}: {against[0].reason}")
+        _stop_training_if_refuted(verdicts)
         return self._update(named, every, batch, verdicts)
+
+    def _check_kinds(self, every: Sequence[Trajectory]) -> Verdict:
+        """Of all so far: these, those of earlier updates, and what was closed with an error and is in no group."""
+        names = {each.episode for each in every}
+        late = [each.finished() for each in self._left_out(names) if each.error is not None]
+        played = self.played + Counter(kind_of(each) for each in (*every, *late))
+        failed = self.failed + Counter(kind_of(each) for each in (*every, *late) if each.error is not None)
+        return check_kinds(failed, played, self.errors)
+
+    def _left_out(self, names: Collection[str]) -> list[OpenTrajectory]:
+        """Trajectories in which something was said under the weights as they are, beside those named."""
+        every = list(self.trajectories.values())  # at once: clients open others meanwhile
+        return [each for each in every if each.sampled and not each.dropped and each.id not in names]
 
     def _check_identity(self, batch: Batch, every: Sequence[Trajectory]) -> Verdict:
         with torch.no_grad():
@@ -247,25 +296,55 @@ class ServedPolicy:
         return [proven("frozen", f"all {len(now)} tensors of the base have their old bits")] if now else []
 
     def _update(self, named: Sequence[str], every: Sequence[Trajectory], batch: Batch, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+        old = fingerprint(self.weights)
         (step,) = train(self.weights, self.optimizer, [batch], policy_gradient(self.asked), micro=MICRO_ROWS, start=self.updates)
-        before, verdicts = self.model.engine.version, [*verdicts, *self._check_base()]
+        before, new = self.model.engine.version, fingerprint(self.weights)
+        verdicts = [*verdicts, self._check_moved(old, new), *self._check_base()]
         self.updates += 1
-        self.model.engine.load(version_name(self.updates, fingerprint(self.weights)))
-        for name in named:
-            del self.trajectories[name]
-            self.given.pop(name, None)
+        self.model.engine.load(version_name(self.updates, new))
+        left = self._drop(named)
+        for each in every:
+            del self.trajectories[each.episode]
+            self.given.pop(each.episode, None)
+            self.played[kind_of(each)] += 1
+            self.failed[kind_of(each)] += each.error is not None
         told = {"update": self.updates, "trained": len(every), "tokens": sum(each.tokens for each in every), "loss": float(step.loss),
-                "grad_norm": float(step.grad_norm), "before": before, "version": self.model.engine.version,
+                "grad_norm": float(step.grad_norm), "before": before, "version": self.model.engine.version, "dropped": len(left),
                 "verdicts": [verdict.to_json() for verdict in verdicts]}
         rows = [{"update": self.updates, "id": each.episode, "reward": each.reward, "error": each.error, "sequences": [
             {"ids": list(one.ids), "sampled": list(one.sampled), "logprobs": list(one.logprobs)} for one in each.sequences]}
             for each in every]
-        append_json_rows(self.folder / "trajectories.jsonl", rows)
+        append_json_rows(self.folder / "trajectories.jsonl", [*rows, *left])
         append_json_rows(self.folder / "updates.jsonl", [told])
+        if self.save_steps and self.updates % self.save_steps == 0:
+            self.save()
         return told
 
+    def _check_moved(self, old: str, new: str) -> Verdict:
+        """An update that leaves the weights as they were would be served, and saved, as one that was learned from."""
+        if old == new:
+            self.model.broken = f"an update of {self.model.name!r} changed none of its weights; start again"
+            raise GuardStop(f"not trained: movement: {self.model.broken}")
+        return proven("movement", f"the weights were {old[:16]} and are {new[:16]}")
+
+    def _drop(self, named: Collection[str]) -> list[dict[str, Any]]:
+        """What was said under the weights before and is in no group: a row each. Its client is told when it comes back."""
+        rows = []
+        for each in self._left_out(set(named)):
+            made, each.dropped = each.finished(), True
+            self.played[kind_of(made)] += each.error is not None
+            self.failed[kind_of(made)] += each.error is not None
+            rows.append({"update": self.updates, "id": each.id, "reward": each.reward, "dropped": each.why_dropped(),
+                         "kind": kind_of(made)})
+        return rows
+
     def save(self) -> Checkpoint:
-        """The policy as it is now, under its number of updates; nobody has proven it yet."""
+        """The policy as it is now, under its number of updates, once; nobody has proven it yet."""
+        if self.saved is None or self.saved[0] != self.updates:
+            self.saved = self.updates, self._write_checkpoint()
+        return self.saved[1]
+
+    def _write_checkpoint(self) -> Checkpoint:
         artifact, trained = self.model.artifact, self.trained
         lineage = trained.ancestry.lineage(moved=bool(self.updates), bound=None)
         if isinstance(trained, AdapterModel):
@@ -273,6 +352,11 @@ class ServedPolicy:
         else:
             contents = model_contents(self.weights, artifact.tokenizer, artifact.stops, lineage)
         return write_checkpoint(self.folder / "checkpoints" / f"step-{self.updates:06d}", contents)
+
+
+def _stop_training_if_refuted(verdicts: Sequence[Verdict]) -> None:
+    if against := [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]:
+        raise GuardStop(f"not trained: {against[0].check}: {against[0].reason}")
 
 
 def _refuse_other_sampling(asked: ApiRequest) -> None:

@@ -74,6 +74,6 @@ class RequestFields:
 
 
 def short_json(value: Any) -> str:
-    """What a client sent, short enough for a sentence."""
+    """JSON that a client sent, shortened for an error message."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -27,7 +27,7 @@ CALL_SYNTAX = {"hermes": ("<tool_call>\n", "arguments", "\n</tool_call>", False)
 
 @dataclass(frozen=True)
 class SpeechForm:
-    """What a chat request says of tools and of its answer's form."""
+    """What a chat request asks of tools and of the form of the answer."""
 
     tools: tuple[dict[str, Any], ...] = ()  # shown to the model; none where tool_choice is none
     called: tuple[str, ...] = ()  # one of these must be called
@@ -129,7 +129,7 @@ def read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
                 spoken: ToolFormat) -> str:
-    """By the model's own template, which must have a place for what it is given."""
+    """Render a chat with the model's own template, which must support what it is given."""
     assert tokenizer.template is not None
     shown = [dict(message) for message in messages]
     if "tool_calls" not in tokenizer.template:  # then the model's own format is what a turn with calls looks like
@@ -166,13 +166,14 @@ def speech_grammar(form: SpeechForm, vocabulary: GrammarVocabulary, spoken: Tool
     return vocabulary.around(before, {"type": "array", "items": call, "minItems": 1, "maxItems": 1} if listed else call, after)
 
 
-def spoken_message(completion: Completion, tokenizer: Tokenizer, spoken: ToolFormat, address: str) -> dict[str, Any]:
+def spoken_message(completion: Completion, tokenizer: Tokenizer, spoken: ToolFormat, address: str,
+                   tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """A turn of a model that has tools: OpenAI's message. Where a call cannot be read the turn stays text, and its faults are told."""
     if completion.ended == "stop string":
         text = completion.text or ""
     else:
         text = tokenizer.decode(completion.ids[:-1] if completion.ended == "stop" else completion.ids)
-    parsed = spoken.parse(text)
+    parsed = spoken.read(text, tools)
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content or None, "refusal": None}
     if parsed.faults:
         return message | {"content": text, "tool_call_faults": list(parsed.faults)}

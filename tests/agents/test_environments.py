@@ -15,7 +15,7 @@ from assay.reward.sandbox import sandbox_unavailable
 
 OPTIONS = {"kv": {"pairs": 2}, "game": {"size": 2, "goal": 8}}
 FAULTY = '''
-import os, time
+import os, random, time
 
 class Faulty:
     tools = []
@@ -35,7 +35,20 @@ class Faulty:
         if message["content"] == "nan": return [], float("nan"), True
         if message["content"] == "bool": return [], True, True
         if message["content"] == "words": return "hello", 0.0, False
+        if message["content"] == "done in words": return [], 1.0, "False"
+        if message["content"] == "gymnasium": return [], 1.0, True, False, {}
+        if message["content"] == "object": return [{"role": "user", "content": "a", "of": object()}], 0.0, False
+        if message["content"] == "half a character": return [{"role": "user", "content": "a\\ud800"}], 0.0, False
+        if message["content"] == "fork": return [], float(os.fork() == 0), True
         return [{"role": "user", "content": f"{self.seed} heard {self.said}"}], 0.5, False
+
+class Drawing:
+    """Draws from the modules' own generators."""
+    tools = []
+    def reset(self, seed):
+        return [{"role": "user", "content": f"{random.random()} {numpy.random.random()}"}]
+    def step(self, message):
+        return self.reset(0), 0.0, False
 '''
 
 
@@ -138,14 +151,19 @@ def said(text):
 
 
 def test_what_goes_wrong_is_an_error_row_of_its_own_and_nobody_elses(faulty):
-    names = ["raise", "exit", "sleep", "nan", "bool", "words", "well"]
+    names = ["raise", "exit", "sleep", "nan", "bool", "words", "done in words", "gymnasium", "object", "half a character", "fork", "well"]
     faulty.open({name: number for number, name in enumerate(names)})
     replies = faulty.step({name: said(name) for name in names})
     faulty.close(names)
     assert replies["well"].reward == 0.5
-    assert replies["well"].messages[0]["content"] == "6 heard 1"
+    assert replies["well"].messages[0]["content"] == "11 heard 1"
+    assert replies["fork"].reward == 0, "the answer is the process's own, and not its child's"
     kinds = {name: replies[name].kind for name in names}
-    assert kinds == dict.fromkeys(names, "error") | {"sleep": "time-out", "well": None}
+    assert kinds == dict.fromkeys(names, "error") | {"sleep": "time-out", "fork": None, "well": None}
+    assert "expected True or False" in replies["done in words"].error
+    assert "expected three things" in replies["gymnasium"].error
+    assert "no plain JSON" in replies["object"].error
+    assert "surrogates" in replies["half a character"].error
     assert "no answer" in replies["raise"].error
     assert "a finite number" in replies["nan"].error
 
@@ -159,6 +177,21 @@ def test_a_crash_loses_its_episode_and_the_others_are_played_again(faulty):
     assert (replies["one"].kind, replies["one"].error) == ("crash", "its process ended with status 7")
     assert (replies["two"].messages[0]["content"], replies["two"].replayed) == ("2 heard 2", True)
     assert given == {"one": [0.5], "two": [0.5, 0.5]}
+
+
+def test_what_an_environment_draws_is_of_its_seed_and_its_turns_alone(tmp_path):
+    """In whichever process, among whatever others, and again after a process died."""
+    (tmp_path / "drawing.py").write_text(f"import numpy\n{FAULTY}")
+    with EnvironmentPool(f"{tmp_path / 'drawing.py'}:Drawing", {}, count=2) as pool:
+        opened = pool.open({"a": 1, "b": 1, "c": 2, "d": 1})
+        first = pool.step({"d": said("x"), "a": said("x")})
+        pool._workers[0].child.stop()
+        second = pool.step({"a": said("y"), "d": said("y"), "b": said("x")})
+    told = {name: reply.messages[0]["content"] for name, reply in opened.items()}
+    assert told["a"] == told["b"] == told["d"] != told["c"]
+    assert first["a"].messages == first["d"].messages == second["b"].messages != opened["a"].messages
+    assert second["a"].messages == second["d"].messages != first["a"].messages
+    assert [second[name].replayed for name in "adb"] == [True, False, False]
 
 
 def test_a_refusal_names_what_cannot_be_opened(tmp_path):

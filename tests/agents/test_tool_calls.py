@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from assay.agents.tool_calls import GPT_OSS, HERMES, LLAMA_3, MISTRAL, TOOL_FORMATS, ToolCall, format_for
+from assay.agents.tool_calls import GPT_OSS, HERMES, LLAMA_3, MISTRAL, QWEN3_CODER, TOOL_FORMATS, ParsedTurn, ToolCall, as_json, format_for
 from assay.errors import UsageError
+from assay.guard.trajectory_checks import check_tool_format
 from assay.model.chat_template import render_template
+from assay.testing.tiny_episodes import templated
 
 CALLS = [ToolCall("look", {"name": "Ada", "deep": {"n": 1, "list": [1, 2]}}), ToolCall("stop", {})]
 TRL = importlib.util.find_spec("trl")
-TEMPLATES = {"hermes": "qwen2_5", "llama3": "llama3_1", "gpt_oss": "gptoss"}
+LOOK = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": known}}} for name, known in (
+    ("look", {"name": {"type": "string"}, "deep": {"type": "object"}}),
+    ("a", {"x": {"type": "string"}, "n": {"type": ["integer", "null"]}, "one": {"enum": ["1", 2]}, "s": {"type": ["string", "null"]}}))]
+TEMPLATES = {"qwen3_coder": "qwen3_5_nothink", "hermes": "qwen2_5", "llama3": "llama3_1", "gpt_oss": "gptoss"}
 
 
 def real_template(name: str) -> str:
@@ -19,13 +24,13 @@ def real_template(name: str) -> str:
         return (Path(__file__).with_name("mistral_nemo.jinja")).read_text()
     if TRL is None or TRL.origin is None:
         pytest.skip("trl, which ships the templates, is not installed")
-    return (Path(TRL.origin).parent / "chat_templates" / f"{TEMPLATES[name]}.jinja").read_text()
+    return (Path(TRL.origin).parent / "chat_templates" / f"{TEMPLATES.get(name, name)}.jinja").read_text()
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_what_is_written_is_read_again(name):
     spoken = TOOL_FORMATS[name]
-    assert spoken.parse(spoken.write("", CALLS)).calls == tuple(CALLS)
+    assert spoken.read(spoken.write("", CALLS), LOOK).calls == tuple(CALLS)
     assert spoken.parse(spoken.write("hello", [])).content == "hello"
     assert not spoken.parse(spoken.write("", CALLS)).faults
 
@@ -56,7 +61,22 @@ def test_a_real_template_names_its_format_and_writes_what_the_parser_reads(name)
     (LLAMA_3, '{"name": "a", "parameters": 3}', "must be"),
     (MISTRAL, "[TOOL_CALLS] look(1)", r"what follows \[TOOL_CALLS\]"),
     (MISTRAL, "[TOOL_CALLS]look[ARGS]{1}", "a tool call"),
-    (GPT_OSS, "<|channel|>commentary to=functions.a <|constrain|>json<|message|>{<|call|>", "a tool call")])
+    (HERMES, '<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', "must be"),
+    (LLAMA_3, '{"name": "a", "parameters": {"x": 1}, "arguments": {"x": 2}}', "must be"),
+    (MISTRAL, '[TOOL_CALLS]look[ARGS]{}, "more": {}', "Extra data"),
+    (GPT_OSS, "<|channel|>commentary to=functions.a <|constrain|>json<|message|>{<|call|>", "a tool call"),
+    (GPT_OSS, "<|channel|>commentary to=functions.a <|constrain|>json", r"no <\|message\|>"),
+    (GPT_OSS, "<|channel|>commentary to=browser.search<|message|>{}<|call|>", "no 'browser.search' here"),
+    *((TOOL_FORMATS[name], text + "[" * 100_000, "nested too deeply") for name, text in (
+        ("hermes", '<tool_call>{"name": "a", "arguments": '), ("llama3", '{"name": "a", "parameters": '), ("mistral", "[TOOL_CALLS]"),
+        ("gpt_oss", "<|channel|>commentary to=functions.a<|message|>"))),
+    *((each, each.write("", [ToolCall("a", {"x": "HALF"})]).replace("HALF", "\\ud800"), "surrogate") for each in TOOL_FORMATS.values()
+      if not each.untyped),
+    (QWEN3_CODER, '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "must be <function=NAME>"),
+    (QWEN3_CODER, "<tool_call><function=a><parameter=x>1</parameter>", "must be <function=NAME>"),
+    (QWEN3_CODER, "<tool_call><function=a><parameter=x>1</function></tool_call>", "must be <function=NAME>"),
+    (QWEN3_CODER, "<tool_call><function=a><parameter=x>1</parameter><parameter=x>2</parameter></function></tool_call>", "must be"),
+    (QWEN3_CODER, "<tool_call><function=a>x is 1</function></tool_call>", "must be <function=NAME>")])
 def test_a_malformed_call_is_a_sentence(spoken, text, words):
     import re
 
@@ -73,10 +93,53 @@ def test_words_around_a_call_and_thinking_are_kept_apart():
     assert LLAMA_3.parse('{"answer": 3}').calls == ()
 
 
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_arguments_may_hold_the_formats_own_marks_and_letters_beyond_ascii(name):
+    spoken, call = TOOL_FORMATS[name], ToolCall("a", {"x": "</tool_call> <tool_call> [TOOL_CALLS] [ARGS] ; }", "é": "\u2028 😀"})
+    written = spoken.write("", [call, call])
+    assert "é" in written
+    assert spoken.parse(written).calls == (call, call)
+    if name == "mistral":
+        named = f"[TOOL_CALLS]{call.name}[ARGS]{as_json(call.arguments)}"
+        assert spoken.parse(named + named).calls == (call, call)
+    escaped = written.replace("é", "\\u00e9").replace("😀", "\\ud83d\\ude00")
+    assert spoken.untyped or spoken.parse(escaped).calls == (call, call)
+
+
+def test_arguments_that_are_said_as_text_are_what_the_tools_schema_has():
+    def read(**texts):
+        return dict(QWEN3_CODER.read(QWEN3_CODER.write("", [ToolCall("a", texts)]), LOOK).calls[0].arguments)
+
+    assert read(x="5", n="5", one="1", s="5") == {"x": "5", "n": 5, "one": "1", "s": "5"}
+    assert read(one="2", n="null", y="5") == {"one": 2, "n": None, "y": "5"}, "of what no schema tells it stays text"
+    assert read(n="[" * 100_000, x="two\nlines\n") == {"n": "[" * 100_000, "x": "two\nlines\n"}
+
+
+def test_a_call_that_was_only_thought_of_is_none_and_an_answer_in_json_is_no_call():
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    assert HERMES.parse(f"<think>perhaps {call}</think>five").calls == ()
+    assert HERMES.parse(f"perhaps {call}</think>five").calls == (), "the template had begun the thinking"
+    assert HERMES.parse(f"<think>perhaps {call}") == ParsedTurn(f"<think>perhaps {call}"), "it never ended"
+    assert HERMES.parse(f"<think>yes</think>{call}").calls == (ToolCall("a", {}),)
+    assert LLAMA_3.parse('{"name": "Ada", "age": 36}') == ParsedTurn('{"name": "Ada", "age": 36}')
+    assert LLAMA_3.parse('I look. <|python_tag|>{"name": "a", "parameters": {}}') == ParsedTurn("I look.", (ToolCall("a", {}),))
+
+
+@pytest.mark.parametrize(("template", "outcome", "words"), [
+    *((name, "PROVEN", name) for name in TOOL_FORMATS), ("qwen3", "PROVEN", "hermes"), ("gemma4", "REFUTED", "call:assay_canary"),
+    ("qwen3_5_think", "PROVEN", "qwen3_coder"), ("glm4moe", "REFUTED", "<tool_call>assay_canary"), ("deepseekv3", "REFUTED", "sep"),
+    ("gemma3", "UNPROVEN", "writes no tool calls")])
+def test_a_call_is_read_as_the_models_own_template_writes_it_or_the_format_is_refused(template, outcome, words):
+    text = real_template(template)
+    found = check_tool_format(templated(text), format_for(text))
+    assert (found.outcome.name, words in found.reason) == (outcome, True), found.reason
+
+
 def test_a_flood_of_calls_ends_and_is_said():
-    found = HERMES.parse('<tool_call>{"name": "a", "arguments": {}}</tool_call>' * 100)
-    assert len(found.calls) == 64
-    assert found.faults == ("36 calls too many: a turn may have 64",)
+    for spoken in TOOL_FORMATS.values():
+        found = spoken.parse(spoken.write("", [ToolCall("a", {})] * 100))
+        assert len(found.calls) == 64
+        assert found.faults == ("36 calls too many: a turn may have 64",)
 
 
 def test_a_template_without_tools_gets_hermes_and_an_unknown_name_is_refused():

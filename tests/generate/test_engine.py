@@ -95,7 +95,8 @@ def test_several_steps_at_once_change_nothing(model, ahead):
     assert [found[ticket].ended for ticket in tickets] == [c.ended for c in due]
 
 
-@pytest.mark.parametrize(("family", "window", "graphs"), [("llama", 24, 1), ("qwen3", None, 1), ("gpt2", None, 1), ("mixed", None, 2)])
+@pytest.mark.parametrize(("family", "window", "graphs"), [
+    ("llama", 24, 1), ("mixed", None, 2), *(pytest.param(family, None, 1, marks=pytest.mark.slow) for family in ("qwen3", "gpt2"))])
 def test_blocks_compiled_together_say_the_same(family, window, graphs, monkeypatch):
     """As on a GPU: a stretch of blocks is one graph that knows that attention writes to the cache; all stretches share it, but for the
     first where later ones mix its values in."""

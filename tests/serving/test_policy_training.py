@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +15,20 @@ import torch
 from assay.cli import run
 from assay.client import ClientTrajectory, Policy, trajectory
 from assay.errors import GuardStop, UsageError
+from assay.generate.generation_request import Completion
 from assay.recipes.options import Trained
 from assay.serving import policy_training
 from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.openai_protocol import read_chat
 from assay.serving.policy_training import ServedPolicy
 from assay.serving.server import serve_in_background
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.zoo import catalogue
 from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
-LAWS = ("version", "every_turn", "token_law", "episode_rewards", "identity")
+LAWS = ("version", "every_turn", "token_law", "episode_rewards", "episode_kinds", "identity", "movement")
 INSERTED = ("inserted_tokens", "inserted_ids")  # before the first update
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
 
@@ -64,6 +69,14 @@ def talk(url, reward, seed, turns=2):
     return made
 
 
+def written_rows(policy):
+    return [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()]
+
+
+def trained_rows(policy):
+    return [row for row in written_rows(policy) if "dropped" not in row]
+
+
 def test_what_was_said_is_trained_on_as_it_was_sampled_and_the_version_moves(policy, url):
     before, weights = policy.model.engine.version, [p.detach().clone() for p in policy.weights.parameters()]
     made = [talk(url, float(seed % 2), seed) for seed in range(4)]
@@ -74,8 +87,9 @@ def test_what_was_said_is_trained_on_as_it_was_sampled_and_the_version_moves(pol
     assert before != told["version"]
     assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(due, "PROVEN")
     assert any(not torch.equal(old, new) for old, new in zip(weights, policy.weights.parameters(), strict=True))
-    rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()]
-    for row in rows:
+    rows = trained_rows(policy)
+    assert {row["id"] for row in rows} >= sampled.keys()
+    for row in rows[-len(sampled):]:
         trained = [token for each in row["sequences"] for token, said in zip(each["ids"], each["sampled"], strict=True) if said]
         assert trained == [token for turn in sampled[row["id"]] for token in turn]
     with pytest.raises(UsageError, match="trained on already"):
@@ -99,6 +113,64 @@ def test_what_is_of_other_weights_or_has_no_reward_is_refused_and_nothing_moves(
     with pytest.raises(UsageError, match="all rewards are the same"):
         Policy(url).train([[talk(url, 1.0, seed, turns=1).id for seed in range(2)]])
     assert policy.model.engine.version == now
+    dropped = {row["id"]: row["dropped"] for row in written_rows(policy) if "dropped" in row}
+    assert [dropped[each.id] for each in (*old, begun)] == [*["an update came before it was trained on"] * 2,
+                                                            "an update came before it was closed"]
+
+
+def test_what_can_never_be_learned_from_makes_room_and_what_was_never_used_can_be_given_back(policy, url, monkeypatch):
+    old = [talk(url, float(seed % 2), seed, turns=1) for seed in range(2)]
+    told = Policy(url).train([[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)]])
+    rows = [row["id"] for row in written_rows(policy) if row["update"] == told["update"] and "dropped" in row]
+    assert told["dropped"] == len(rows) == len({*rows, *(each.id for each in old)})
+    monkeypatch.setattr(policy_training, "MOST_TRAJECTORIES", len(policy.trajectories))
+    unused = ClientTrajectory(**Policy(url)._post("/trajectories", {}))
+    assert not policy.trajectories.keys() & {each.id for each in old}
+    monkeypatch.setattr(policy_training, "MOST_TRAJECTORIES", len(policy.trajectories))
+    with pytest.raises(UsageError, match="held already"):
+        Policy(url)._post("/trajectories", {})
+    with pytest.raises(UsageError, match="nothing was said"):
+        Policy(url)._post(f"/trajectories/{unused.id}/close", {"reward": 1.0})
+    Policy(url)._post(f"/trajectories/{unused.id}/close", {"error": "nobody came"})
+    assert unused.id not in policy.trajectories
+    assert Policy(url)._post("/trajectories", {})["id"] in policy.trajectories
+
+
+def test_of_two_clients_that_train_at_once_one_is_told_that_the_weights_moved(policy, url):
+    groups = [[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)] for _ in range(2)]
+    before, told = policy.updates, list[str]()
+
+    def one(names):
+        try:
+            told.append(f"update {Policy(url).train([names])['update']}")
+        except UsageError as error:
+            told.append(str(error))
+
+    with ThreadPoolExecutor(2) as clients:
+        list(clients.map(one, groups))
+    assert policy.updates == before + 1
+    assert sorted("come from version" in each for each in told) == [False, True]
+
+
+def test_a_checkpoint_comes_every_so_many_updates_and_is_the_policy_as_it_was_then(policy, url, monkeypatch):
+    monkeypatch.setattr(policy, "save_steps", 1)
+    Policy(url).train([[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)]])
+    saved = open_artifact(policy.folder / "checkpoints" / f"step-{policy.updates:06d}")
+    assert all(torch.equal(a, b) for a, b in zip(build_model(saved).parameters(), policy.weights.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1.0", None])
+def test_a_reward_that_is_no_number_closes_its_trajectory_with_an_error(policy, url, reward):
+    def paid():
+        with trajectory(url, reward=lambda _: reward) as made:
+            opened.append(made)
+            say(url, made, [{"role": "user", "content": "hi"}])
+
+    opened = []
+    with pytest.raises(UsageError, match="reward"):
+        paid()
+    assert policy.find(opened[0].id).finished().reward is None
+    assert "reward" in policy.find(opened[0].id).error
 
 
 def test_a_loss_that_takes_the_clients_words_is_refused_before_the_first_update(policy, url, monkeypatch):
@@ -117,6 +189,18 @@ def test_a_loss_that_takes_the_clients_words_is_refused_before_the_first_update(
     assert policy.model.engine.version == before
 
 
+def test_turns_that_are_not_as_they_were_sampled_are_refused_by_name_though_nothing_be_left_of_one(policy, url, tmp_path):
+    made = []
+    for seed in range(2):
+        with trajectory(url, reward=float(seed)) as each:
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=WEB, default_headers=each.headers)
+            for tokens in (1, 6):
+                client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], max_tokens=tokens, seed=seed)
+        made.append(each.id)
+    with catalogue()["agent's conversation rendered and encoded again"].plant(tmp_path), pytest.raises(GuardStop, match="every_turn"):
+        policy.learn([made])
+
+
 def test_a_history_that_the_client_rewrote_begins_a_sequence_in_which_it_is_not_trained_on(policy, url):
     with trajectory(url, reward=1.0) as made:
         first = say(url, made, [{"role": "user", "content": "hi"}], seed=1).choices[0].message
@@ -128,6 +212,19 @@ def test_a_history_that_the_client_rewrote_begins_a_sequence_in_which_it_is_not_
     assert len(second) == len(sequences[1].turns[0].ids)
     assert "never said" in policy.model.tokenizer.decode(sequences[1].ids)
     assert first.content is not None
+
+
+def test_room_is_asked_for_by_the_ids_that_were_sampled_and_not_by_their_text(policy, url):
+    """A byte that is no character is one id, and three where its text is encoded again."""
+    tokenizer, ids, asked = policy.model.tokenizer, (0x80,) * 100, [{"role": "user", "content": "hi"}]
+    with trajectory(url, reward=1.0) as made:
+        policy.begin_turn(made.id, read_chat({"model": "policy", "messages": asked}), policy.model)
+        said = {"role": "assistant", "content": tokenizer.decode(ids)}
+        policy.end_turn(made.id, Completion(ids, (-1.0,) * 100, "length", policy.model.engine.version), said, "there")
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=WEB, default_headers=made.headers)
+        again = client.chat.completions.create(model="policy", messages=[*asked, said, *asked], max_tokens=90)
+        assert 100 < again.usage.prompt_tokens < policy.model.engine.length - 90 < len(tokenizer.encode(said["content"]))
+        assert len(policy.find(made.id).finished().sequences) == 1
 
 
 def test_a_turn_that_was_cancelled_was_never_said(policy, url):
@@ -221,7 +318,7 @@ def test_an_adapter_learns_under_its_versions_and_its_base_stays(adapted):
         assert {verdict["check"]: verdict["outcome"] for verdict in told["verdicts"]} == dict.fromkeys(due, "PROVEN")
         versions.append(told["version"])
     assert len(set(versions)) == 3
-    rows = [json.loads(line) for line in (policy.folder / "trajectories.jsonl").read_text().splitlines()][-len(sampled):]
+    rows = trained_rows(policy)[-len(sampled):]
     assert {row["id"]: [token for each in row["sequences"] for token, said in zip(each["ids"], each["sampled"], strict=True) if said]
             for row in rows} == {name: [token for turn in turns for token in turn] for name, turns in sampled.items()}
     now = dict(policy.weights.named_parameters())
@@ -263,7 +360,8 @@ def test_a_base_that_an_update_changed_ends_the_policy(adapted, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
-    (("--lora-r", "4"), "give --train too"), (("--train", "--lora-alpha", "4"), "--train needs --out"),
+    (("--lora-r", "4"), "--lora-r 4 has no effect without --train"), (("--lora-alpha", "4"), "give --train too"),
+    (("--train", "--lora-alpha", "4"), "--train needs --out"),
     (("--out", "x"), "for --train alone"), (("--train", "--rollouts", "--out", "x"), "give one of them")])
 def test_a_server_learns_or_takes_weights_or_neither(options, sentence, capsys):
     assert run(["serve", "nowhere", *options]) == 2

@@ -534,24 +534,23 @@ def test_what_has_no_time_to_finish_is_told(folders):
     assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "unavailable")
 
 
-def test_signals_end_it_after_what_is_under_way(folders, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_signals_end_it_after_what_is_under_way(folders, number):
     code = ("import sys; from assay.config import parse; from assay.verbs import serve; "
             "sys.exit(serve.run(parse(serve.FLAGS, sys.argv[1:], prog='assay serve')))")
     command = [sys.executable, "-c", code, str(folders["base"]), "--port", "0", "--grace", "60", "--slots", "2", "--device", "cpu",
                "--adapter", f"a@1={folders['first']}"]
-    numbers = (signal.SIGINT, signal.SIGTERM)
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                                          env=os.environ | {"OMP_NUM_THREADS": "1"})) for _ in numbers]
-        stack.callback(lambda: [process.kill() for process in processes])
-        for process, number in zip(processes, numbers, strict=True):
-            lines = iter(process.stdout.readline, "")
-            url = next(line.split()[-1] for line in lines if line.startswith("serving at"))
-            with WEB.stream("POST", url + "/chat/completions", json={
-                    "model": "a@1", "messages": HELLO, "max_tokens": 200, "stream": True}) as reply:
-                events = reply.iter_lines()
-                assert "assistant" in next(events)
-                process.send_signal(number)
-                assert [line for line in events if line][-1] == "data: [DONE]"
-            assert process.wait(60) == 128 + number
-            assert process.stderr.read() == ""
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                                       env=os.environ | {"OMP_NUM_THREADS": "1"}))
+        stack.callback(process.kill)
+        lines = iter(process.stdout.readline, "")
+        url = next(line.split()[-1] for line in lines if line.startswith("serving at"))
+        with WEB.stream("POST", url + "/chat/completions", json={
+                "model": "a@1", "messages": HELLO, "max_tokens": 200, "stream": True}) as reply:
+            events = reply.iter_lines()
+            assert "assistant" in next(events)
+            process.send_signal(number)
+            assert [line for line in events if line][-1] == "data: [DONE]"
+        assert process.wait(60) == 128 + number
+        assert process.stderr.read() == ""

@@ -1,5 +1,6 @@
 """Tools, forms, reuse of earlier turns and metrics, over real HTTP with the official client."""
 
+import asyncio
 import json
 import math
 
@@ -15,7 +16,9 @@ from assay.generate.generation_request import Completion, GenerationRequest, Sam
 from assay.generate.policy_logprobs import policy_logits
 from assay.generate.token_grammar import GrammarPath, GrammarVocabulary
 from assay.model.tokenizer import Tokenizer
+from assay.serving.endpoints import CompletionFlow, api_prompt_ids
 from assay.serving.engine_thread import EngineThread, ServerSize
+from assay.serving.openai_protocol import ApiReply, read_chat
 from assay.serving.server import serve_in_background
 from assay.serving.tool_protocol import spoken_message
 from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, nudge, save_model, tiny_model, tiny_tokenizer
@@ -32,7 +35,8 @@ TOOL_TEMPLATE = """{%- if tools -%}
 <|im_start|>system
 {% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call><|im_end|>
 {% endif -%}""" + TINY_CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{% for call in message.tool_calls %}"
-                                             "<tool_call>{{ call.function.name }}{{ call.function.arguments.a }}</tool_call>{% endfor %}")
+                                             "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+                                             "</tool_call>{% endfor %}")
 
 
 def with_template(template: str) -> Tokenizer:
@@ -51,6 +55,8 @@ def serving(model, tmp_path_factory):
     made = EngineThread(ServerSize(slots=2))
     made.open("tools", save_model(root / "tools", model, tokenizer=with_template(TOOL_TEMPLATE)).folder)
     made._join("plain", save_model(root / "plain", model).folder, None, hallmark=False)
+    odd = with_template(TOOL_TEMPLATE.replace("{{ {'name'", "call: {{ {'name'"))
+    made._join("odd", save_model(root / "odd", model, tokenizer=odd).folder, None, hallmark=False)
     return made
 
 
@@ -101,7 +107,8 @@ def test_tools_are_shown_by_the_template_and_calls_come_back_into_it(client):
     called = {"role": "assistant", "content": None, "tool_calls": [
         {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 22}'}}]}
     history = [*ASKED, called, {"role": "tool", "tool_call_id": "x", "content": "25"}]
-    for name, due in (("tools", "<tool_call>add22</tool_call>"), ("plain", HERMES.write("", [ToolCall("add", {"a": 22})]))):
+    written = '<tool_call>{"name": "add", "arguments": {"a": 22}}</tool_call>'
+    for name, due in (("tools", written), ("plain", HERMES.write("", [ToolCall("add", {"a": 22})]))):
         reply = chat(client, model=name, messages=history, max_tokens=1, extra_body={"return_token_ids": True})
         assert due in tiny_tokenizer().decode(reply.choices[0].prompt_token_ids)
 
@@ -158,6 +165,7 @@ def test_what_is_not_done_is_refused_by_name(url, monkeypatch):
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
     for change, param, words in (
             ({"response_format": schema}, "response_format", "objekt"), ({"tools": [ADD], "model": "plain"}, "tools", "template"),
+            ({"tools": [ADD], "model": "odd"}, "tools", "the format hermes does not read"),
             ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format", "with tools"),
             ({"tools": [strict]}, "tools[0].function.strict", "strict"), ({"tool_choice": "required"}, "tool_choice", "no tools"),
             ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "sub"),
@@ -193,6 +201,21 @@ def test_a_prompt_that_goes_on_from_what_was_said_is_computed_from_there_within_
     assert whole >= 66
     assert again["token_ids"] == fresh["token_ids"]
     assert again["logprobs"]["token_logprobs"] == pytest.approx(fresh["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_a_reply_names_the_weights_that_drew_it_whatever_was_taken_up_since(serving):
+    model, asked = serving.find("plain"), read_chat({"model": "plain", "messages": ASKED, "max_tokens": 2})
+    flow, drawn_by = CompletionFlow(serving, ApiReply.to(asked, model, api_prompt_ids(model, asked), 0)), model.engine.version
+
+    async def answered():
+        ended = {index: (progress.completion, None) async for index, progress, _ in flow.news() if progress and progress.completion}
+        await asyncio.wrap_future(serving.ask(lambda: model.engine.load("later")))
+        return flow.answer.whole(ended)
+
+    try:
+        assert asyncio.run(answered())["system_fingerprint"] == drawn_by
+    finally:
+        serving.ask(lambda: model.engine.load(drawn_by)).result()
 
 
 def test_the_longest_earlier_turn_is_gone_on_from(model):
