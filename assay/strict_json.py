@@ -23,7 +23,7 @@ JSON_LIMIT = 256 << 20  # bytes
 DEPTH_LIMIT, DIGITS_LIMIT, YAML_LIMIT = 100, 40, 100_000  # levels; digits of a number; nodes once aliases are followed
 NATURAL = range(2**63)
 Shape = Any
-_HUGE = re.compile(rb"\d{%d}|[eE]\+?0*\d{3}" % (DIGITS_LIMIT + 1))  # perhaps: inside of text it means nothing
+_HUGE = re.compile(rb"\d(?:\d{%d}|[eE]\+?0*\d{3})" % DIGITS_LIMIT)  # perhaps: inside of text it means nothing
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -170,6 +170,11 @@ def _yaml_loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def fetch_flow_collection_start(self, kind: Any) -> None:
+            if self.flow_level >= DEPTH_LIMIT:  # the scanner's time grows with the square of the depth
+                raise RecursionError
+            super().fetch_flow_collection_start(kind)
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             named = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if len(set(named)) < len(named):

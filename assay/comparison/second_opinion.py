@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from assay.comparison.pairwise import Comparison
 from assay.comparison.read_results import Arm
@@ -92,6 +91,8 @@ def _unlike_arms(one: Comparison, arms: dict[tuple[str, str], Arm], level: float
 def _per_completion(old: Sequence[float], new: Sequence[float]) -> float | None:
     if min(len(old), len(new)) < 2 or not np.isfinite([*old, *new]).all():
         return None
+    from scipy import stats  # half a second to import: not paid by whoever lists the faults
+
     if all(score in (0, 1) for score in (*old, *new)):
         right = [sum(score == 1 for score in scores) for scores in (new, old)]
         return float(stats.fisher_exact([[right[0], len(new) - right[0]], [right[1], len(old) - right[1]]]).pvalue)
@@ -128,6 +129,8 @@ def _unlike_scipy(one: Comparison, arms: dict[tuple[str, str], Arm], together: i
         return [f"the scores differ by {change.mean():+.6g}, said is {one.effect.mean:+.6g}"]
     if change.size < ENOUGH or not change.std() > 0 or np.count_nonzero(change) < ENOUGH:
         return []
+    from scipy import stats
+
     test = stats.ttest_1samp(change, 0.0)
     interval = test.confidence_interval(one.effect.level)
     wide, usual, plain = one.effect.high - one.effect.low, float(interval.high - interval.low), float(test.pvalue)

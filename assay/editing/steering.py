@@ -137,6 +137,8 @@ def write_steering(steering: SteeringVector, folder: Path) -> Path:
 
 def read_steering(path: Path | str) -> SteeringVector:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise UsageError(f"{file}: no such file; expected what assay steer wrote")
     try:
         with safetensors.safe_open(str(file), "pt") as opened:
             facts, vector = opened.metadata() or {}, opened.get_tensor(_KEY)

@@ -11,6 +11,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.guard.tokenizer_comparison import compare_templates, compare_tokenizers, silent_generation_prompt
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
 from assay.store.artifact import Artifact, build_model, merged_tensors, with_untied_head
+from assay.store.checkpoint import WEIGHTS
 from assay.store.digests import recorded_tensors, tensor_facts
 from assay.store.peft import config_with
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
@@ -30,6 +31,8 @@ def check_hashes(subject: ProofSubject) -> Verdict:
     if wrong := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
         return refuted("hashes", f"{len(wrong)} tensor(s) are not what was written: {', '.join(wrong[:3])}", tensors=wrong)
     files = subject.raw.checkpoint.manifest["files"]
+    if WEIGHTS in files and f"{WEIGHTS}.index.json" not in files:
+        return refuted("hashes", f"{WEIGHTS} has no index beside it: vLLM would take every .safetensors file of the folder for weights")
     return proven("hashes", f"{len(found)} tensors and {len(files)} files have their recorded sha256", tensors=len(found), files=len(files))
 
 
@@ -147,7 +150,7 @@ def _without_parent(subject: ProofSubject) -> Verdict:
     if subject.raw.place.format.rounding is not None:
         return unproven("lineage", f"made of the weights {subject.raw.fields['source'][:12]}; name them with --against")
     if subject.facts.get("change") == "new":
-        return proven("lineage", "nothing came before it")
+        return proven("lineage", "it has no parent")
     if (parent := subject.facts.get("parent")) is not None:
         return unproven("lineage", f"its parent, weights {parent['weights'][:12]}, is not at {parent['path']}; name it with --against")
     return unproven("lineage", "no parent is known, so whether training changed anything, and whether a matrix is transposed or another's, "

@@ -19,7 +19,7 @@ MOST_MEASURED = 4 * 10**9  # bytes of a base: a larger one is measured where it 
 
 
 class BaseDifference(NamedTuple):
-    """Of two models, on the probes' tokens."""
+    """Difference of two models on the probes' tokens."""
 
     answers: float  # log-probabilities, relative to their spread
     kl: float  # nats a token, from as trained to as merged
@@ -45,7 +45,7 @@ def _log_probabilities(model: Transformer) -> torch.Tensor:
 
 
 def state_base_difference(path: Path, opened: OpenBase | None = None) -> list[Verdict]:
-    """Of an adapter on a base that was held in few bits; nothing of any other artifact."""
+    """State how an adapter that was trained on a quantised base differs on the unquantised base; no verdict for any other artifact."""
     place = locate_artifact(path)
     base = open_checkpoint(place.path, verify=False).facts.get("base") if place.kind == "checkpoint" else None
     if not base or not base.get("held"):

@@ -61,7 +61,7 @@ def check_answers(subject: ProofSubject) -> Verdict:
 
 
 def check_consumer(subject: ProofSubject) -> Verdict:
-    """The same folder through transformers or PEFT: nothing missing, nothing left over, the same answers."""
+    """Check the same folder through transformers or PEFT: nothing missing, nothing left over, the same answers."""
     if reason := _no_consumer(subject):
         return unproven("consumer", reason, optional=True)
     name = "peft" if subject.raw.place.adapter else "transformers"

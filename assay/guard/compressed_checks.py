@@ -10,7 +10,14 @@ from assay.guard.llama_cpp_checks import SAID_TOKENS, LlamaReading, choice_losse
 from assay.model.families import from_foreign, hf_layout, to_foreign
 from assay.model.transformer import Transformer
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
-from assay.store.compressed_tensors import CompressedScheme, compressed_weights, layers_with_steps, plain_weights, recipe_of
+from assay.store.compressed_tensors import (
+    CompressedScheme,
+    compressed_weights,
+    is_linear,
+    layers_with_steps,
+    plain_weights,
+    recipe_of,
+)
 from assay.verdict import Verdict, proven, refuted, unproven
 
 FULL_USE = 0.98  # of the largest code: a row whose codes stay below it wastes what few bits there are
@@ -32,15 +39,19 @@ def check_compressed(folder: Path, source: Artifact, held_out: list[list[int]] |
 def check_rounding(written: Artifact, source: Artifact, scheme: CompressedScheme) -> Verdict:
     """Each weight is at most half a step from the source's, and each row's codes use the whole range."""
     due, farthest, count = to_foreign(hf_layout(source.config), source.tensors), 0.0, 0
-    wrong, wasted = list[str](), list[str]()
+    wrong, wasted, plain = list[str](), list[str](), {name for name, tensor in due.items() if is_linear(name, tensor)}
     for name, matrix, steps, codes in layers_with_steps(written.raw.fields, written.raw.tensors, str(written.path)):
         ways = (matrix - due[name].float()).abs() / steps
         farthest, count = max(farthest, float(ways.max())), count + 1
+        plain.discard(name)
         if not bool((ways <= 1).all()):
             wrong.append(f"{name} ({int((ways > 1).sum())} of {ways.numel()} weights, at most {float(ways.max()):.3g} half steps)")
         used = codes.abs().amax(1)
         if bool(((used < FULL_USE * scheme.largest) & (used > 0)).any()):
             wasted.append(name)
+    if plain or not count:
+        return refuted("rounding", f"{len(plain)} matrices are not in codes, and {count} are: {', '.join(sorted(plain)[:3])}",
+                       tensors=sorted(plain))
     if wrong:
         return refuted("rounding", f"{len(wrong)} of {count} matrices are not the source's, rounded to {scheme.name}: "
                                    f"{'; '.join(wrong[:3])}", tensors=wrong)

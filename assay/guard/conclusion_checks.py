@@ -60,7 +60,9 @@ def check_budget(schedule: Schedule, done: int, stopped_early: str | None = None
 
 
 def check_best(step: int, printed: Mapping[int, float]) -> Verdict:
-    """What is handed over, of `step`, has the lowest score of all that was printed: "best" is by the figures that a reader sees."""
+    """Check that the exported checkpoint, of `step`, has the lowest of all printed scores, so that "best" agrees with the figures a
+    reader sees.
+    """
     lowest = min(printed, key=lambda each: printed[each])
     if step not in printed:
         return refuted("best", f"step {step} is called the best, and no score of it was printed")
@@ -71,7 +73,7 @@ def check_best(step: int, printed: Mapping[int, float]) -> Verdict:
 
 
 def check_improvement(step: int, before: ArrayLike, after: ArrayLike) -> Verdict:
-    """What is handed over, of `step`, against what the run began with, document by document, by the score that is printed."""
+    """Compare the exported checkpoint, of `step`, with the starting model, document by document, by the printed score."""
     if step == 0:
         return unproven("improvement", "no checkpoint scores better than the model that the run began with, so that its own weights are "
                                        "handed over: training has made it worse on what is held out")
@@ -110,7 +112,7 @@ def check_reported_loss(reported: float, losses: ArrayLike, tokens: ArrayLike) -
 
 
 def check_claim(claimed: str, arms: Sequence[Arm], claims: Claim, *, level: float = 0.05) -> Verdict:
-    """What is said of the arm `claimed` against the first one is what the scores show, with every arm that was tried counted."""
+    """Check that a claim about the arm `claimed` against the first one is what the scores show, with every arm that was tried counted."""
     try:
         found = {one.after: one for one in compare(arms, level=level)}[claimed]
     except DataError as error:

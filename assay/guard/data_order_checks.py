@@ -51,7 +51,7 @@ def check_epoch_order(order: Order) -> Verdict:
 
 @dataclass
 class SourceCount:
-    """What was read of one source of a mixture: rows, ids in their order, tokens that are learned, and when it had been read whole."""
+    """What was read of one source of a mixture: rows, ids in their order, trained tokens, and when it had been read completely."""
 
     rows: int = 0
     read: list[int] = field(default_factory=list)  # examples or windows, by number
@@ -126,7 +126,7 @@ def _shares_in_words(names: Sequence[str], found: Sequence[SourceCount], shares:
 
 
 def check_same_data(recorded: str, corpus: Corpus) -> Verdict:
-    """What a run goes on with is the corpus it began with: its training text, and the held-out text it is scored on."""
+    """Check that a resumed run has the corpus it began with: its training text, and the held-out text it is scored on."""
     if recorded != corpus.digest:
         return refuted("same data", f"{corpus.folder} is the corpus {corpus.digest[:12]} now, this run began with "
                                     f"{recorded[:12]}: the order of its data is another, and its held-out scores do not "

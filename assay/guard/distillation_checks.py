@@ -5,6 +5,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -84,9 +85,10 @@ def preflight_teachers(student: Transformer, teachers: Sequence[tuple[Objective,
 
 
 def check_drawn_tokens(batch: Batch, drawn: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Verdict:
-    """Every document of the batch is a prompt with exactly the ids that were drawn for it, and every drawn id counts, and no other."""
+    """Every document of the batch is a prompt with exactly the ids that were drawn for it, and every drawn id counts, and no other. The
+    first that were drawn are there, each once; the last may not have fitted."""
     assert batch.documents is not None
-    due, seen = {(*prompt, *said): len(said) for prompt, said in drawn}, 0
+    due, seen = {(*prompt, *said): len(said) for prompt, said in drawn}, Counter[tuple[int, ...]]()
     documents, tokens, weight = batch.documents.cpu(), batch.tokens.cpu(), batch.weight.cpu()
     for row in range(len(batch)):
         for number in range(int(documents[row].max()) + 1):
@@ -95,14 +97,18 @@ def check_drawn_tokens(batch: Batch, drawn: Sequence[tuple[Sequence[int], Sequen
             if ids not in due or counts != [False] * (len(ids) - due[ids]) + [True] * due[ids]:
                 return refuted("own words", f"row {row}, document {number}: {len(ids)} tokens, {sum(counts)} counting, are no prompt with "
                                             "what the student said to it: ids were retokenised, shifted or masked", row=row)
-            seen += 1
-    return proven("own words", f"{seen} of {len(drawn)} completions of the student stand in the batch, id for id, and each id counts",
-                  completions=seen)
+            seen[ids] += 1
+    first = Counter((*prompt, *said) for prompt, said in drawn[:seen.total()])
+    if seen != first or not seen:
+        return refuted("own words", f"{(first - seen).total() or len(drawn)} of {len(drawn)} completions of the student are not in the "
+                                    "batch, and others stand there in their place: some are learned twice, or none is")
+    return proven("own words", f"{seen.total()} of {len(drawn)} completions of the student stand in the batch, id for id, and each id "
+                               "counts", completions=seen.total())
 
 
 def check_own_words_loss(student: Transformer, objective: Objective, batch: Batch, blend: DistillationSettings,
                          teacher: Transformer) -> Verdict:
-    """On the student's own words the loss is the divergence of both at the very tokens that were drawn, in value and in gradient."""
+    """Check that on the student's own answers the loss is the divergence at exactly the sampled tokens, in value and gradient."""
     found = loss_preflight.preflight_loss(student, objective, batch, None, naive_distillation(teacher, blend), teacher)
     against = [verdict for verdict in found if verdict.outcome is Outcome.REFUTED]
     if against:
@@ -122,7 +128,7 @@ def check_same_vocabulary(student: str, teacher: str) -> Verdict:
 
 @torch.no_grad()
 def check_agreement(student: Transformer, teacher: Transformer | None, batch: Batch, blend: DistillationSettings) -> Verdict:
-    """What will be told of the teacher (KL, the same token likeliest, cross-entropy), token by token as the words mean it, in float64."""
+    """Check the reported agreement with the teacher (KL, same likeliest token, cross-entropy), recomputed token by token in float64."""
     with fp32_uncompiled(student, *([] if teacher is None else [teacher])):
         found = compare_stored_tokens(student, batch, blend.temperature, blend.vocab or student.config.vocab) if teacher is None else \
             list(compare_tokens(student, teacher, batch, vocab=blend.vocab))[:3]
@@ -130,7 +136,10 @@ def check_agreement(student: Transformer, teacher: Transformer | None, batch: Ba
     places = (batch.weight[:, 1:] != 0).nonzero()[:AGREED_TOKENS].tolist()
     due = torch.tensor([_agreement_at(row, column, tables, batch, blend) for row, column in places], dtype=torch.float64)
     said = torch.tensor([[float(each[row, column + 1]) for each in found] for row, column in places], dtype=torch.float64)
-    apart = float(((said - due).abs() / due.abs().clamp(min=1.0)).nan_to_num(0.0).max()) if places else 0.0
+    if not places:
+        return unproven("agreement", "no token of the batch counts; give a batch with something to learn from")
+    told = ((said - due).abs() / due.abs().clamp(min=1.0))[~due.isnan()]  # what is a close call is not asked
+    apart = float("inf") if told.isnan().any() else float(told.max())
     if wrong := _wrong_means():
         return refuted("agreement", f"of three documents whose agreement is known, {wrong}")
     words = (f"agreement with the teacher at {len(places)} tokens, worked out again one by one, differs by {apart:.1e}, "
@@ -177,7 +186,7 @@ def check_teacher(student: Transformer, teacher: Transformer, batch: Batch, blen
     found = compare_tokens(student, teacher, batch, vocab=blend.vocab)
     paid, students = (float((each * batch.weight).sum() / batch.weight.sum()) for each in (found.teacher_ce, found.student_ce))
     ignorance = math.log(blend.vocab or teacher.config.vocab)
-    words = f"the teacher pays {paid:.3f} nats a token of this text, the student {students:.3f}, one who knows nothing {ignorance:.3f}"
+    words = f"loss on this text, in nats a token: the teacher {paid:.3f}, the student {students:.3f}, a uniform guess {ignorance:.3f}"
     if not paid < KNOWS * ignorance:
         return refuted("teacher", f"{words}: it does not read this text as it should. Look at its tokenizer, its weights and the data",
                        teacher_ce=str(paid), student_ce=str(students))
@@ -217,7 +226,7 @@ def check_teacher_deterministic(teacher: Transformer, batch: Batch) -> Verdict:
 
 
 def check_teacher_signal(student: Transformer, objective: Objective, batch: Batch, teacher: Transformer | None = None) -> Verdict:
-    """With the teacher's answers permuted over the vocabulary, the student's loss and its gradient are others.
+    """Check that permuting the teacher's answers over the vocabulary changes the student's loss and gradient.
 
     Without `teacher` the answers are those in the batch.
     """

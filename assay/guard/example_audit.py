@@ -15,6 +15,7 @@ from assay.data.chat import TrainingExample
 from assay.data.layouts import Conversation
 from assay.data.overlap import COPIES_REFUSED, COPIES_SAID, measure_overlap
 from assay.data.packing import PackedExamples
+from assay.data.preferences import PreferencePair
 from assay.guard.example_checks import (
     FlatExamples,
     check_bos,
@@ -47,7 +48,7 @@ def audit_examples(examples: Sequence[TrainingExample], tokenizer: Tokenizer, st
 
 def audit_each(flat: FlatExamples, tokenizer: Tokenizer, stops: SpecialTokens, *, embed: Tensor | None,
                trainable: Collection[int] | Literal["all"], length: int | None, seed: int) -> list[Verdict]:
-    """What can be said of each example by itself."""
+    """Verdicts on each example by itself."""
     return [check_supervised(flat), check_intended(flat, tokenizer), check_stop(flat, tokenizer, stops), check_bos(flat, tokenizer, stops),
             check_prompt(flat, tokenizer), check_pad(flat, tokenizer, stops), check_vocabulary(flat, tokenizer, embed),
             check_embeddings(flat, tokenizer, embed, trainable), check_rendered(flat, tokenizer, stops, seed), check_lengths(flat, length)]
@@ -124,7 +125,7 @@ def _place(example: TrainingExample) -> str:
 
 
 def check_overlap(flat: FlatExamples, held_out: Sequence[TrainingExample] | None, evaluation: Sequence[str]) -> Verdict:
-    """Nothing that the model will be judged on is among what it learns."""
+    """Check that no example that the model is evaluated on is trained on."""
     if not held_out and not evaluation:
         return unproven("overlap", "nothing to be judged on was named; give held-out examples or evaluation texts", optional=True)
     prints, contents = {_print(example) for example in flat.examples}, {example.content for example in flat.examples}
@@ -165,11 +166,15 @@ def _print(example: TrainingExample) -> bytes:
 # ---------------------------------------------------------------- what a step is given
 
 
-def check_batch(batch: Batch, examples: Mapping[str, TrainingExample]) -> Verdict:
-    """A batch holds the examples that it names, token for token and weight for weight, and padding that counts for nothing."""
+def check_batch(batch: Batch, examples: Mapping[str, TrainingExample | PreferencePair]) -> Verdict:
+    """A batch holds the examples that it names, token for token and weight for weight, each a document of its own with places from 0, and
+    padding that counts for nothing."""
     assert batch.documents is not None
+    assert batch.positions is not None
+    if not batch.ids:
+        return refuted("batch", f"{len(batch)} rows name no example: nothing says what is learned from")
     for row, ids in enumerate(batch.ids):
-        at = 0
+        at = document = 0
         for id in ids:
             example = examples.get(str(id))
             here = slice(at, at + len(example) if example is not None else at)
@@ -177,7 +182,13 @@ def check_batch(batch: Batch, examples: Mapping[str, TrainingExample]) -> Verdic
                 return refuted("batch", f"row {row}: the tokens are not those of {id}", row=row)
             if not _same(batch.weight[row, here], example.weight):
                 return refuted("batch", f"row {row}: the weights of {id} are not those that were audited", row=row)
-            at = here.stop
+            lengths = [len(side) for side in example.sides] if isinstance(example, PreferencePair) else [len(example)]
+            documents = np.repeat(np.arange(document, document + len(lengths)), lengths)
+            if not (_same(batch.documents[row, here], documents)
+                    and _same(batch.positions[row, here], np.concatenate([np.arange(length) for length in lengths]))):
+                return refuted("batch", f"row {row}: {id} is not a document of its own: examples that share the row would see each other",
+                               row=row)
+            at, document = here.stop, document + len(lengths)
         if batch.weight[row, at:].any():
             return refuted("batch", f"row {row}: padding has weight", row=row)
     return proven("batch", f"{sum(map(len, batch.ids))} examples in {len(batch)} rows, as they were audited", rows=len(batch))

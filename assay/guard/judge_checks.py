@@ -42,7 +42,7 @@ def check_judge_parser() -> Verdict:
 
 def check_judge_order(asked: Callable[[Sequence[JudgeGroup]], Judged], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str],
                       style: AnswerStyle) -> Verdict:
-    """Before the first rollout: of a right, a wrong and an empty completion the right one stands highest, in most of some rows.
+    """Check before the first rollout that the judge ranks a right completion above a wrong and an empty one, in most rows.
 
     Not in all, as a rule must: a judge may err. It is not asked for full marks either: its scores only rank a group. Canaries that
     look like right answers (repeated, cut off, several options) are left to its rubric.
@@ -110,7 +110,7 @@ def check_groups_judged(asked: Iterable[str], judged: Judged) -> Verdict:
 
 
 def check_position_bias(shown: Iterable[Sequence[float]]) -> Verdict:
-    """Where a completion stands on the page does not sway its score: each group's scores in the order they were shown."""
+    """Check that a completion's position on the page does not sway its score: each group's scores in the order shown."""
     sways = [found for scores in shown if (found := rank_agreement(range(len(scores)), scores)) is not None]
     if len(sways) < FEWEST_GROUPS or len(set(sways)) < 2:
         return _constant_sway(sways) or unproven("judge_position", f"{len(sways)} ranked groups are too few; {FEWEST_GROUPS} are needed")

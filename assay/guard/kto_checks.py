@@ -1,6 +1,9 @@
 """KTO checks: completions beside their prompts and beside others', the KL that they estimate, and that what is desirable is learned."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -9,29 +12,69 @@ from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.data.feedback import LabelledPair
-from assay.evaluation.held_out_feedback import ScoredFeedback
+from assay.evaluation.held_out_feedback import ScoredFeedback, score_feedback
 from assay.guard.loss_preflight import NaiveLoss, preflight_loss
-from assay.guard.preference_checks import AT_REFERENCE, BIASED, DOUBT, STILL, STILL_STEPS
+from assay.guard.preference_checks import (
+    AT_REFERENCE,
+    BIASED,
+    DOUBT,
+    STILL,
+    STILL_STEPS,
+    check_pair_figures,
+    compare_scores,
+    moved_reference,
+)
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
 from assay.learn.unpaired import KtoSettings
+from assay.model.placement import fp32_uncompiled
 from assay.model.transformer import Transformer
 from assay.statistics.effects import difference_of_means
 from assay.verdict import Verdict, proven, refuted, unproven
 
 SAME_KL = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of the larger of 1 and what the formula gives
+SHOWN_KL = 0.7  # that the loss is shown before step 1, where the policy's own is 0 and no sign or scale of it would be seen
 _MATCHED = 0.5  # share of mismatched completions that may be the example's own: files with few different answers
 BALANCE = 1 / 4, 4 * 4 / 3  # weight of the desirable over that of the undesirable; TRL advises 1 to 4/3, and four times off is said
 
 
 def preflight_kto(model: Transformer, objective: Objective, batch: Batch, settings: KtoSettings,
                   accumulate: Accumulate | None = None) -> list[Verdict]:
-    """Every check of guard/loss_preflight.py, the loss against its formula written out."""
-    return preflight_loss(model, objective, batch, accumulate, naive_kto(settings))
+    """Every check of guard/loss_preflight.py, the loss against its formula written out, off the reference and with a KL."""
+    shown = replace(moved_reference(batch), baseline=torch.full_like(batch.weight, SHOWN_KL)) if settings.has_baseline else \
+        moved_reference(batch)
+    return [*preflight_loss(model, objective, shown, accumulate, naive_kto(settings)),
+            check_pair_figures(model, objective, shown, naive_answer_figures(model, shown, settings)),
+            check_answer_scores(model, shown, settings)]
+
+
+@torch.no_grad()
+def check_answer_scores(model: Transformer, batch: Batch, settings: KtoSettings) -> Verdict:
+    """An evaluation's losses and rewards, example by example, and the KL that it estimates of its own batches."""
+    with fp32_uncompiled(model):
+        found = score_feedback(model, [batch.to("cpu")], settings, rows=len(batch))
+        own, odd = ([(float(logp), float(reference)) for logp, reference in _completions(model, batch, side=side)] for side in (0, 1))
+    kl = max(0.0, fmean(logp - reference for logp, reference in odd)) if settings.has_baseline else 0.0
+    weights = {True: settings.desirable_weight, False: settings.undesirable_weight}
+    losses = [weights[label > 0] / (1 + math.exp(label * settings.beta * (logp - reference - kl)))
+              for (logp, reference), label in zip(own, _labels(batch), strict=True)]
+    return compare_scores({"losses": (found.losses, losses), "rewards": (found.rewards, [settings.beta * (logp - of) for logp, of in own]),
+                           "log-probabilities": (found.logps, [logp for logp, _ in own]), "KL": (np.array([found.kl]), [kl])})
+
+
+@torch.no_grad()
+def naive_answer_figures(model: Transformer, batch: Batch, settings: KtoSettings) -> dict[str, float]:
+    """Means over the examples."""
+    with fp32_uncompiled(model):
+        own = [(float(logp), float(reference)) for logp, reference in _completions(model, batch, side=0)]
+    rewards, labels = [settings.beta * (logp - reference) for logp, reference in own], _labels(batch)
+    baseline = float(batch.baseline.flatten()[0]) if batch.baseline is not None and settings.has_baseline else 0.0
+    return {"rewards/signed": fmean(label * reward for label, reward in zip(labels, rewards, strict=True)), "rewards/mean": fmean(rewards),
+            "desirable": fmean(float(label > 0) for label in labels), "logps/mean": fmean(logp for logp, _ in own), "kl": baseline}
 
 
 def check_feedback(pairs: Sequence[LabelledPair]) -> Verdict:
-    """Beside every example stands its own prompt with a completion that is not its own, and both labels occur."""
+    """Check that beside every example stands its own prompt with a completion that is not its own, and that both labels occur."""
     matched = 0
     for pair in pairs:
         own, other = pair.sides
@@ -61,7 +104,8 @@ def unbalanced(desirable: int, undesirable: int, settings: KtoSettings) -> str:
 
 
 def check_kto_loss_at_reference(loss: float, labels: Tensor, settings: KtoSettings, compute: torch.dtype | None) -> Verdict:
-    """Before step 1 the policy is its reference: every log-ratio and the KL are 0, and an example costs half its weight."""
+    """Check before step 1, where the policy is its reference, that every log-ratio and the KL are 0 and an example costs half its weight.
+    """
     due = settings.at_reference(labels)
     bound = AT_REFERENCE[compute or torch.float32] * max(1.0, due)
     words = f"the loss before step 1 is {loss:.6f}; of a policy that is its reference {settings.loss} gives {due:.6f}, bound {bound:.0e}"
@@ -77,7 +121,9 @@ def check_kl_estimate(model: Transformer, batch: Batch) -> Verdict:
     if batch.baseline is None:
         return refuted("kl", "the batch has no KL to compare with")
     found, ratios = batch.baseline.unique().tolist(), [odd - reference for odd, reference in _completions(model, batch, side=1)]
-    due = max(0.0, float(torch.stack(ratios).mean())) if ratios else 0.0
+    if not ratios:
+        return refuted("kl", "no mismatched completion of the batch counts, so that nothing gives the KL")
+    due = max(0.0, float(torch.stack(ratios).mean()))
     bound = SAME_KL[model.compute_dtype or torch.float32] * max(1.0, due)
     words = f"the KL of the step is {found[0]:.6f}, and {len(ratios)} mismatched completions give {due:.6f}, bound {bound:.0e}"
     if len(found) > 1:
@@ -133,7 +179,7 @@ def feedback_doubts(before: ScoredFeedback | None, found: ScoredFeedback) -> lis
 
 
 def naive_kto(settings: KtoSettings) -> NaiveLoss:
-    """From whole fp32 logits, document by document, as the paper writes it; over the batch's weight."""
+    """KTO loss computed plainly from whole fp32 logits, document by document, as in the paper; divided by the batch's weight."""
     def loss(model: Transformer, batch: Batch) -> Tensor:
         assert batch.advantage is not None
         baseline = 0.0 if batch.baseline is None or not settings.has_baseline else float(batch.baseline.flatten()[0])

@@ -76,7 +76,7 @@ def check_attention(model: Transformer, batch: Batch) -> Verdict:
     with amplified(model, row):
         found, due = batch_logits(model, row), naive_logits(model, row)
     error = float((found - due).norm() / (due.norm() + 1e-20))
-    words = f"logits differ from attention and soft cap written out by {error:.1e} (relative), bound {_bound(model):.0e}"
+    words = f"logits differ from attention and soft cap computed explicitly by {error:.1e} (relative), bound {_bound(model):.0e}"
     if not error <= _bound(model):
         return refuted("attention", f"{words}: a window, a cap, a mask, a mix or a gate of the config is not applied", error=str(error))
     return proven("attention", words, error=error)
@@ -149,7 +149,7 @@ def check_padding(model: Transformer, objective: Objective, batch: Batch) -> Ver
     plain = replace(batch, documents=documents)
     columns = {name: torch.full_like(stream[:, :1], -1 if name == "documents" else 0) for name, stream in plain.streams().items()}
     padding: dict[str, Any] = {name: torch.cat([stream, *[columns[name]] * 8], 1) for name, stream in plain.streams().items()}
-    padded = replace(plain, **padding)
+    padded = replace(plain, **padding, starts=None)  # those of the batch are counted in rows without padding
     with torch.no_grad():
         one, two = (float(objective(model, b).total) for b in (plain, padded))
     error = abs(one - two) / max(abs(one), 1e-9)

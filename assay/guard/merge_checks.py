@@ -1,6 +1,7 @@
 """Merge checks: parents that come from one model, bytes that are what the arithmetic gives, and what the merge did to held-out loss."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from assay.evaluation.held_out_loss import HeldOut
 from assay.model.merging import Merge, matrices_cosine
+from assay.seeds import generator
 from assay.statistics.estimate import paired
 from assay.store.artifact import Artifact, merged_tensors
 from assay.verdict import Verdict, proven, refuted, unproven
@@ -47,18 +49,17 @@ def check_relatives(parents: Sequence[Artifact]) -> Verdict:
 
 
 def check_ancestry(parents: Sequence[Artifact], base: Artifact | None) -> Verdict:
-    """What the parents' own manifests say of where they come from."""
-    recorded = {str(each.path): ancestor_digest(each) for each in parents}
-    if any(digest is None for digest in recorded.values()):
+    """What the parents' own manifests say of where they come from: one model, which is the base where one is given."""
+    recorded = {str(each.path): ancestor_digest(each) for each in parents if base is None or each.digest != base.digest}
+    if not recorded or any(digest is None for digest in recorded.values()):
         return unproven("ancestry", "not every parent says where it comes from (files of another tool); their matrices speak for them",
                         optional=True)
-    due = {base.digest} if base is not None else set(recorded.values())
-    strangers = [path for path, digest in recorded.items() if digest not in due]
-    if base is not None and strangers and base.digest not in {each.digest for each in parents}:
-        return unproven("ancestry", f"{strangers[0]} was made from {str(recorded[strangers[0]])[:12]}, the base is {base.digest[:12]}: a "
-                                    "generation may lie between them", optional=True)
-    return proven("ancestry", f"all {len(parents)} parents were made from {', '.join(sorted(str(d)[:12] for d in set(recorded.values())))}",
-                  ancestors=sorted(set(map(str, recorded.values()))))
+    due = next(iter(recorded.values())) if base is None else base.digest
+    if strangers := [path for path, digest in recorded.items() if digest != due]:
+        return unproven("ancestry", f"{strangers[0]} was made from {str(recorded[strangers[0]])[:12]}, and {str(due)[:12]} is "
+                                    f"{'the base' if base is not None else 'what ' + next(iter(recorded)) + ' was made from'}: a "
+                                    "generation may lie between them; their matrices speak for them", optional=True)
+    return proven("ancestry", f"all {len(recorded)} parents were made from {str(due)[:12]}", ancestor=due)
 
 
 def ancestor_digest(artifact: Artifact) -> str | None:
@@ -71,21 +72,33 @@ def ancestor_digest(artifact: Artifact) -> str | None:
 
 def check_merged_bytes(written: Mapping[str, Tensor], asked: Merge, models: Sequence[Mapping[str, Tensor]],
                        base: Mapping[str, Tensor] | None) -> Verdict:
-    """What was written, read back, against the formula written out in double precision; of DARE, whose draws are its own, the mean."""
-    worst, where = 0.0, ""
+    """What was written, read back, against the formula written out in double precision: every tensor of the models, and no other."""
+    if apart := sorted(written.keys() ^ models[0].keys()):
+        return refuted("arithmetic", f"{len(apart)} tensors are not in what was written, or not in its parents: {', '.join(apart[:3])}")
+    shares = {}
     for name, tensor in written.items():
-        due = naive_merge(asked, [model[name] for model in models], None if base is None else base[name])
-        apart = abs(float((tensor.double() - due).mean())) if asked.method == "dare" else float((tensor.double() - due).norm())
-        share = apart / max(float(due.norm()), 1e-30)
-        worst, where = max((worst, where), (share, name))
-    words = f"the written tensors are {worst:.1e} (relative, {where}) from {asked.method} written out, bound {SAME_VALUES:.0e}"
-    if not worst <= SAME_VALUES:
-        return refuted("arithmetic", f"{words}: weights, signs or densities are others than were asked for", worst=str(worst))
-    return proven("arithmetic", words, worst=worst, tensor=where)
+        due = naive_merge(asked, name, [model[name] for model in models], None if base is None else base[name])
+        shares[name] = float((tensor.double() - due).norm()) / max(float(due.norm()), 1e-30)
+    where = max(shares, key=lambda name: math.inf if math.isnan(shares[name]) else shares[name])
+    words = f"the written tensors are {shares[where]:.1e} (relative, {where}) from {asked.method} written out, bound {SAME_VALUES:.0e}"
+    if not shares[where] <= SAME_VALUES:
+        return refuted("arithmetic", f"{words}: weights, signs or densities are others than were asked for", worst=str(shares[where]))
+    return proven("arithmetic", words, worst=shares[where], tensor=where)
 
 
-def naive_merge(asked: Merge, tensors: Sequence[Tensor], base: Tensor | None) -> Tensor:
-    """Entry by entry, in double precision."""
+def check_kept_layers(written: Mapping[str, Tensor], source: Mapping[str, Tensor], kept: Sequence[int]) -> Verdict:
+    """Layer n of what was written is the n-th of those that stay, bit for bit, and all outside the layers is the source's."""
+    moved = {name: re.sub(r"^blocks\.(\d+)\.", lambda found: f"blocks.{kept[int(found[1])]}.", name) for name in written}
+    lost = [name for name in source if (layer := re.match(r"blocks\.(\d+)\.", name)) is None or int(layer[1]) in kept]
+    if apart := sorted(set(moved.values()) ^ set(lost)):
+        return refuted("arithmetic", f"{len(apart)} tensors of the layers that stay are not in what was written: {', '.join(apart[:3])}")
+    if wrong := [name for name, of in moved.items() if not torch.equal(written[name].float(), source[of].float())]:
+        return refuted("arithmetic", f"{len(wrong)} of {len(moved)} tensors are not their source's: {', '.join(wrong[:3])}", tensors=wrong)
+    return proven("arithmetic", f"layers {', '.join(map(str, kept))}: all {len(moved)} tensors are their source's, bit for bit")
+
+
+def naive_merge(asked: Merge, name: str, tensors: Sequence[Tensor], base: Tensor | None) -> Tensor:
+    """Entry by entry, in double precision; of DARE with the lots that seed, name and place give."""
     values = [tensor.double() for tensor in tensors]
     if asked.method == "linear":
         return sum((weight * value for weight, value in zip(asked.weights, values, strict=True)), torch.zeros_like(values[0]))
@@ -104,6 +117,9 @@ def naive_merge(asked: Merge, tensors: Sequence[Tensor], base: Tensor | None) ->
         sign = np.sign(scaled.astype(np.float32).sum(0))
         agree = (np.sign(scaled) == sign) & (scaled != 0)
         return base.double() + torch.from_numpy(np.where(agree, scaled, 0).sum(0) / np.maximum(agree.sum(0), 1))
+    if asked.method == "dare":
+        lots = [torch.rand(task.shape, generator=generator(asked.seed, "dare", name, place)) for place, task in enumerate(tasks)]
+        tasks = [task / asked.density * (lot < asked.density) for task, lot in zip(tasks, lots, strict=True)]
     return base.double() + sum((weight * task for weight, task in zip(asked.weights, tasks, strict=True)), torch.zeros_like(tasks[0]))
 
 

@@ -49,6 +49,7 @@ class LogprobFloor:
     tokens: int
     rounding: float = 0.0  # of that, how far the compute dtype alone moves what training sees from what fp32 would
     spread: float = 0.0  # standard deviation of what single tokens are apart
+    both: float = 0.0  # how far it moves what training sees and what sampling sees, added up: no honest two are farther apart by it
 
     @property
     def demanded(self) -> bool:
@@ -62,18 +63,18 @@ class LogprobFloor:
 
     @property
     def bound(self) -> float:
-        """Two paths that each round to the compute dtype may be as far apart as rounding moves one of them, where it happened to
+        """Two paths that each round to the compute dtype may be as far apart as rounding moves both of them, where it happened to
         round both alike on the few tokens that the floor was measured on."""
-        return max(SLACK * self.likely_most, self.rounding) + TINY
+        return max(SLACK * self.likely_most, self.rounding, self.both) + TINY
 
     @property
     def bound_alone(self) -> float:
         """For one completion."""
-        return max(ALONE * self.likely_most, SLACK * max(self.most, self.rounding)) + TINY
+        return max(ALONE * self.likely_most, SLACK * max(self.most, self.rounding, self.both)) + TINY
 
 
 def version_name(updates: int, fingerprint: str) -> str:
-    """What the sampler calls the weights it is given: how many updates they have seen, and their fingerprint."""
+    """Name of a version of the sampler's weights: the number of updates and the fingerprint."""
     return f"{updates}@{fingerprint[:16]}"
 
 
@@ -89,9 +90,10 @@ def measure_logprob_floor(model: Transformer, sequences: Sequence[Ids], temperat
     at_once = token_logprobs(model, batch, temperature)[0][:, prompt:]
     with fp32_uncompiled(model):
         exact = token_logprobs(model, batch, temperature)[0][:, prompt:]
-    apart = (at_once - _one_by_one(model, tokens, prompt, temperature)).abs()
-    return LogprobFloor(float(apart.mean()), float(apart.max()), apart.numel(), float((at_once - exact).abs().mean()),
-                        float(apart.std(correction=0)))
+    stepwise = _one_by_one(model, tokens, prompt, temperature)
+    apart, rounding = (at_once - stepwise).abs(), float((at_once - exact).abs().mean())
+    return LogprobFloor(float(apart.mean()), float(apart.max()), apart.numel(), rounding, float(apart.std(correction=0)),
+                        rounding + float((stepwise - exact).abs().mean()))
 
 
 @torch.no_grad()
@@ -109,13 +111,17 @@ def measure_last_bits(model: Transformer, sequences: Sequence[Ids], temperature:
 
 
 def floor_anew(model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
-    """Of the weights as they are now, on the longest of these: as weights grow, and what is said gets rarer, rounding grows."""
-    longest = sorted(zip(prompts, completions, strict=True), key=lambda pair: len(pair[1]))[-_ROWS:]
+    """Of the weights as they are now: as they grow, and what is said gets rarer, rounding grows. On the longest of these, as many as
+    have tokens enough: a turn may be a few tokens long, and most of what rounding does it does to the rare ones."""
+    longest = sorted(zip(prompts, completions, strict=True), key=lambda pair: len(pair[1]), reverse=True)
+    tokens = np.cumsum([min(len(ids), _COLUMNS) for _, ids in longest])
+    enough = max(_ROWS, int((tokens < _ROWS * _COLUMNS).sum()) + 1)
     with uncompiled():  # token by token, every length would be compiled anew
-        found = [measure_logprob_floor(model, [(*prompt, *ids)], temperature, len(prompt)) for prompt, ids in longest]
+        found = [measure_logprob_floor(model, [(*prompt, *ids)], temperature, len(prompt)) for prompt, ids in longest[:enough]]
     share = np.array([floor.tokens for floor in found])
-    mean, rounding = (float(np.average([getattr(floor, name) for floor in found], weights=share)) for name in ("mean", "rounding"))
-    return LogprobFloor(mean, max(floor.most for floor in found), int(share.sum()), rounding, max(floor.spread for floor in found))
+    mean, rounding, both = (float(np.average([getattr(floor, name) for floor in found], weights=share)) for name in
+                            ("mean", "rounding", "both"))
+    return LogprobFloor(mean, max(floor.most for floor in found), int(share.sum()), rounding, max(floor.spread for floor in found), both)
 
 
 @dataclass
@@ -198,14 +204,14 @@ def check_version(versions: Sequence[str], due: str) -> Verdict:
 
 
 def check_on_policy(metrics: Mapping[str, float], floor: LogprobFloor, epsilon: float) -> Verdict:
-    """Before the first inner update the ratio is 1 and nothing is clipped. `metrics` are the objective's of that step."""
+    """Check that before the first inner update the ratio is 1 and nothing is clipped. `metrics` are the objective's at that step."""
     ratio, apart = metrics["sampling/importance_sampling_ratio/mean"], metrics["sampling/sampling_logp_difference/mean"]
     clipped = metrics["clip_ratio/region_mean"]
     words = f"on the first inner step the ratio is {ratio:.6f}, log-probabilities {apart:.1e} nats apart, {clipped:.2%} of tokens clipped"
     if not apart <= floor.bound or not abs(ratio - 1) <= 2 * floor.bound:
         return refuted("on_policy", f"{words}; the floor allows {floor.bound:.1e}: what is trained is not what was sampled",
                        ratio=str(ratio))
-    if clipped > 0 and floor.bound_alone < epsilon:
+    if not clipped <= 0 and floor.bound_alone < epsilon:
         return refuted("on_policy", f"{words} where 0 is due: single tokens have another probability in training", clipped=clipped)
     return proven("on_policy", words, ratio=ratio, clipped=clipped)
 

@@ -49,7 +49,7 @@ def check_advantages(rewards_PG: Sequence[Sequence[RewardValue]], found: Advanta
 
 
 def check_counted(counted_N: Sequence[bool], known_N: Sequence[bool], ended_N: Sequence[str], *, mask_truncated: bool) -> Verdict:
-    """What is learned from is every completion whose reward is known and, where truncation is masked, that ended by itself."""
+    """Check which completions are trained on: all whose reward is known and, where truncation is masked, that ended by themselves."""
     due = [known and not (mask_truncated and ended == "length") for known, ended in zip(known_N, ended_N, strict=True)]
     pairs = list(zip(due, counted_N, strict=True))
     lost, kept = pairs.count((True, False)), pairs.count((False, True))

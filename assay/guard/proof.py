@@ -306,7 +306,7 @@ def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
         raw = read_artifact(place, every_byte=request.checks != (OTHER_LIBRARY,))
     except ArtifactError as error:
         return [refuted("whole", str(error)), *_not_run(request, "the bytes were refused")]
-    whole = proven("whole", f"every file is there, of its size, with strict headers: {len(raw.tensors)} tensors")
+    whole = proven("whole", f"every file is there, with the right size and a valid header: {len(raw.tensors)} tensors")
     if (why := why_unknown(raw)) is not None:
         return [whole, *examine_unknown_adapter(raw, why, request.base)]
     try:
@@ -315,7 +315,7 @@ def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
         return [whole, refuted("architecture", str(error)),
                 *_not_run(request, "the tensors do not make the model that the config describes")]
     fits = proven("architecture", f"{artifact.config.family}, {artifact.config.depth} layers of width {artifact.config.width}: "
-                                  f"exactly the tensors it demands, in shape ({_parameters(artifact):,} parameters)")
+                                  f"exactly the tensors it demands, with their shapes ({_parameters(artifact):,} parameters)")
     parent = None if request.checks == (OTHER_LIBRARY,) else _parent(request, artifact, kept)
     with gpu_turn(request.probing.device, _bytes_needed(artifact, parent)):
         device, why = _device(request, artifact, parent, kept)

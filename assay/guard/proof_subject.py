@@ -66,7 +66,7 @@ class ProofSubject:
 
     @property
     def facts(self) -> dict:
-        """What the checkpoint's manifest recorded; empty for what another tool wrote."""
+        """Facts that the checkpoint's manifest recorded; empty for a folder that another tool wrote."""
         return self.raw.checkpoint.facts if self.raw.checkpoint else {}
 
     @cached_property
@@ -124,7 +124,7 @@ class ProofSubject:
 
 
 def live_tensors(artifact: Artifact) -> dict[str, Tensor]:
-    """What the files hold, under the names of the live model: there an adapted layer has its base and its parts."""
+    """Tensors of the files under the names of the live model, in which an adapted layer has its base and its factors."""
     if artifact.patch is None:
         return artifact.tensors
     live = with_untied_head(artifact.tensors, artifact.config) | artifact.patch.replaced

@@ -87,6 +87,12 @@ def rounding_of(answers: CanaryAnswers) -> float:
     return float(np.abs(_flat(answers.trainer) - exact).mean() + np.abs(_flat(answers.rounded) - exact).mean())
 
 
+def canary_floor(engine: LogprobFloor, answers: CanaryAnswers) -> LogprobFloor:
+    """Of a server whose rollouts are corrected. Rounding grows with the logits, so it is measured on the weights as they are; by our
+    kernels: the server's round otherwise, and about as much."""
+    return with_last_bits(replace(engine, both=max(engine.both, 2 * rounding_of(answers))), answers.last_bits)
+
+
 def with_last_bits(floor: LogprobFloor, last_bits: LogprobFloor) -> LogprobFloor:
     """A floor that was measured on a few tokens of older weights, with room for any token of the weights as they are."""
     return replace(floor, mean=max(floor.mean, last_bits.mean), most=max(floor.most, last_bits.most))
@@ -110,7 +116,7 @@ def floor_of_server(engine: LogprobFloor, own: LogprobFloor, served: torch.dtype
     token, whose logits, rounded to half precision, are farther off than any of the few that the floor was measured on."""
     wider = max(engine, own, key=lambda floor: floor.likely_most)
     most = max(engine.most, own.most, 0.0 if served == torch.float32 else 2 * HALF_LOGITS)
-    return replace(wider, most=most, rounding=max(engine.rounding, own.rounding))
+    return replace(wider, most=most, rounding=max(engine.rounding, own.rounding), both=max(engine.both, own.both))
 
 
 def check_canaries(answers: CanaryAnswers, floor: LogprobFloor, version: str) -> Verdict:

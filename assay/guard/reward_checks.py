@@ -47,7 +47,7 @@ class ScoredCanaries:
 def preflight_rewards(rewards: Sequence[RewardSpec], rows: _Rows, workers: RewardWorkers, *, prompts: Sequence[str] | None = None,
                       style: AnswerStyle | None = None,
                       count_tokens: Callable[[str], int] = lambda text: len(text.split())) -> list[Verdict]:
-    """In the very workers of the run, on rows of its own data: what is right gets full marks, and nothing else does.
+    """Reward preflight in the run's own workers, on rows of its own data: right completions get full marks, and nothing else does.
 
     `prompts` are the rows' prompts as rendered; `count_tokens` is for rewards that look at `completion_tokens`.
     """
@@ -152,7 +152,8 @@ def answer_components(rewards: Sequence[RewardSpec], tried: Sequence[ScoredCanar
 
 
 def check_canary(kind: CanaryKind, tried: Sequence[ScoredCanaries], components: Sequence[str]) -> Verdict:
-    """What is not right gets less than what is, in every row: in all, and by each component that looks at the answer.
+    """Check that completions that are not right get less than the right one in every row: in total, and by each component that reads the
+    answer.
 
     In all alone would not do: bad form hides that an empty answer is taken for a right one.
     """
@@ -180,7 +181,8 @@ def check_flat(tried: Sequence[ScoredCanaries]) -> Verdict:
 
 
 def check_reward_repeat(pairs: Sequence[tuple[ScoredItem, ScoredItem]]) -> Verdict:
-    """The same completion gets the same reward the second time. What does not is noise, which a group takes for a difference."""
+    """Check that the same completion gets the same reward the second time; a difference is noise, which a group would mistake for signal.
+    """
     apart = [abs(one.value - two.value) for one, two in pairs if one.value is not None and two.value is not None]
     if not apart:
         return unproven("reward_repeat", f"none of {len(pairs)} completions could be scored twice")
@@ -193,7 +195,7 @@ def check_reward_repeat(pairs: Sequence[tuple[ScoredItem, ScoredItem]]) -> Verdi
 
 
 def check_scale(rewards: Sequence[RewardSpec], tried: Sequence[ScoredCanaries], known: bool) -> Verdict:
-    """What tells right from wrong outweighs all that does not: else the best form with a wrong answer beats a right answer."""
+    """Check that correctness outweighs everything else: otherwise the best form with a wrong answer would beat a right answer."""
     if not known or not any(one.others.get("wrong") for one in tried):
         return unproven("reward_scale", "right and wrong answers are not told apart by this run's rewards or rows")
     by_answer = by_form = 0.0

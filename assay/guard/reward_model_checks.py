@@ -9,11 +9,11 @@ from torch import Tensor
 from assay.data.batch import Batch
 from assay.evaluation.held_out_pairs import ScoredPairs
 from assay.guard.loss_preflight import NaiveLoss, preflight_loss
-from assay.guard.preference_checks import BIASED, DOUBT
+from assay.guard.preference_checks import BIASED, DOUBT, explained_by_length
 from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
-from assay.model.tokenizer import Tokenizer
+from assay.model.tokenizer import Tokenizer, equal_but_for_blanks
 from assay.model.transformer import Transformer
 from assay.statistics.estimate import proportion
 from assay.store.artifact import Artifact
@@ -40,15 +40,20 @@ def check_reward_head(artifact: Artifact, before: Tensor) -> Verdict:
 
 
 def check_reward_words(path: str, reward: Tokenizer, policy: Tokenizer,
-                       prompts: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> Verdict:
-    """A reward model reads prompts in its own words. `prompts`: the policy's ids, the reward model's, and all that the row says. Another
-    tokenizer or template is said; the policy's own markers, which are noise to it, are refused."""
+                       prompts: Sequence[tuple[Sequence[int], Sequence[int], str, str | None]]) -> Verdict:
+    """A reward model reads prompts in its own words. `prompts`: the policy's ids, the reward model's, all that the row says, and what the
+    reward model's template writes of it (None where it has none, or the row is plain text). Another tokenizer or template is said; what its
+    template would not write, and the policy's own markers, which are noise to it, are refused."""
     markers = [policy.tokens[id] for id in sorted(policy.special_ids) if policy.tokens[id] not in reward.ids]
-    strange = sorted({marker for _, read, told in prompts for marker in markers if marker in reward.decode(read) and marker not in told})
+    strange = sorted({marker for _, read, told, _ in prompts for marker in markers if marker in reward.decode(read) and marker not in told})
     if strange:
         return refuted("reward words", f"the reward model {path} is asked in the policy's words: {strange[0]} stands in its prompts and is "
                                        "no token of its tokenizer; its rewards would be noise", markers=strange)
-    apart = [(len(read), len(given)) for given, read, _ in prompts if tuple(read) != tuple(given)]
+    for _, read, _, due in prompts:
+        if due is not None and not equal_but_for_blanks(found := reward.decode(read), due):
+            return refuted("reward words", f"the reward model {path} reads {found[-200:]!r} where its chat template writes {due[-200:]!r}: "
+                                           "it was trained on texts of its template, and its rewards would be noise")
+    apart = [(len(read), len(given)) for given, read, *_ in prompts if tuple(read) != tuple(given)]
     if not apart:
         return proven("reward words", f"the reward model {path} reads {len(prompts)} prompts as the policy does, id for id")
     return proven("reward words", f"the reward model {path} has another tokenizer or template than the policy: {len(apart)} of "
@@ -57,7 +62,7 @@ def check_reward_words(path: str, reward: Tokenizer, policy: Tokenizer,
 
 
 def check_reward_accuracy(found: ScoredPairs) -> Verdict:
-    """Of held-out pairs, in how many the chosen answer is worth more: by chance it is half of them."""
+    """Check the accuracy on held-out pairs: how often the chosen answer scores higher; by chance that is half of them."""
     right = int((found.margins > 0).sum())
     share, doubt = proportion(right, len(found.margins)), proportion(right, len(found.margins), level=DOUBT)
     words = f"the chosen answer is worth more in {share} of the held-out pairs, by {found.margin} in the mean"
@@ -71,15 +76,15 @@ def check_reward_accuracy(found: ScoredPairs) -> Verdict:
 
 
 def reward_doubts(found: ScoredPairs) -> list[str]:
-    bias = found.length_bias
+    bias, explained = found.length_bias, explained_by_length(found)
     if bias is None or (bias.high > -BIASED and bias.low < BIASED):
-        return []
-    return [f"the reward goes with length: the correlation of its margin with how much longer the chosen answer is, is {bias}; whoever is "
-            "trained on it will learn to be long or short"]
+        return explained
+    return [*explained, f"the reward goes with length: the correlation of its margin with how much longer the chosen answer is, is {bias}; "
+                        "whoever is trained on it will learn to be long or short"]
 
 
 def naive_bradley_terry(settings: RewardModelSettings) -> NaiveLoss:
-    """From whole fp32 logits, document by document; over the batch's weight."""
+    """Bradley–Terry loss computed plainly from whole fp32 logits, document by document; divided by the batch's weight."""
     def loss(model: Transformer, batch: Batch) -> Tensor:
         assert batch.documents is not None
         states, total = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions), torch.zeros(

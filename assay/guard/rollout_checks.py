@@ -128,7 +128,11 @@ def check_endings(history: Sequence[Metrics]) -> Verdict:
 
 
 def check_still_ends(before: ArrayLike, after: ArrayLike) -> Verdict:
-    """What is handed over ends its answers where its parent did. The share of each held-out prompt's completions that hit the cap."""
+    """Check that the final model ends its answers as its parent did, by the share of each held-out prompt's completions that hit the
+    length limit.
+    """
+    if not (np.size(before) and np.size(after)):
+        return unproven("endings", "no held-out completion was drawn")
     was, now = (float(np.asarray(cut, np.float64).mean()) for cut in (before, after))
     words = f"{now:.0%} of held-out completions hit the cap, of the parent's {was:.0%}"
     if now >= CAP_HITS and was < CAP_HITS_BEFORE:
@@ -166,7 +170,7 @@ def check_divergence(history: Sequence[Metrics]) -> Verdict:
 
 
 def check_ratio(history: Sequence[Metrics]) -> Verdict:
-    """Of the steps with several inner updates: the ratio stays about 1, and the clip leaves most of the batch to learn from."""
+    """Check, in steps with several inner updates, that the ratio stays about 1 and that clipping leaves most of the batch to train on."""
     ratios, clipped = (_recent(history, name, _STEPS) for name in ("sampling/importance_sampling_ratio/mean", "clip_ratio/region_mean"))
     if not ratios:
         return unproven("ratio", "no ratio was measured")
@@ -233,7 +237,8 @@ def check_none_held_out(drawn: Mapping[str, Collection[str]], held_out: Collecti
 
 
 def check_rewards_again(first: Sequence[Mapping[str, float | None]], again: Sequence[Mapping[str, float | None]], noise: float) -> Verdict:
-    """The same completions, scored a second time from their text, get what they got: each component, of those known both times.
+    """Check that the same completions, scored a second time from their text, get the same rewards: each component that is known both
+    times.
 
     `noise` is how far apart two answers about one completion were before the run: a rule's is 0.
     """
@@ -242,11 +247,12 @@ def check_rewards_again(first: Sequence[Mapping[str, float | None]], again: Sequ
     if not apart:
         return unproven("rewards_again", "no completion has a known reward to be asked about again")
     most, place, name = max(apart)
-    words = f"{len(first)} completions scored again from their text differ by at most {most:.4g}"
+    scored = len({place for _, place, _ in apart})
+    words = f"{scored} of {len(first)} completions scored again from their text differ by at most {most:.4g}"
     if most > NOISY_TIMES * noise + _SAME_REWARD:
         return refuted("rewards_again", f"{words} ({name}: {first[place][name]:.4g} and then {again[place][name]:.4g}); asked twice before "
                        f"the run they differed by {noise:.4g}: rewards went to other completions, or were not computed", most=most)
-    return proven("rewards_again", words, most=most, completions=len(first))
+    return proven("rewards_again", words, most=most, completions=scored)
 
 # ---------------------------------------------------------------- coincidence
 
@@ -293,7 +299,7 @@ def _chernoff_above(count: float, expected: float) -> float:
 
 
 def check_rollout_seeds(one: Sequence[Completion], other: Sequence[Completion]) -> Verdict:
-    """The same prompts under another seed: what is drawn differs, as far as its probability lets it."""
+    """Check that the same prompts under another seed get other completions, as far as their probability allows."""
     return _coincidence("seeds", list(zip(one, other, strict=True)), "answers to two seeds", "the seed does not reach the sampler")
 
 

@@ -19,7 +19,9 @@ SAME_ADVANTAGE = 1e-3  # relative: advantages are held in fp32, and both sides t
 
 
 def updates_behind(versions: Sequence[tuple[str, int]], step: int) -> dict[int, int]:
-    """By how many updates tokens are behind the policy after `step` updates, how many there are. `versions` name what was drawn."""
+    """Number of updates by which tokens are behind the policy after `step` updates, with the number of tokens of each. `versions` name
+    the weights that sampled them.
+    """
     found: dict[int, int] = {}
     for version, tokens in versions:
         behind = step - int(version.split("@")[0])
@@ -54,7 +56,9 @@ def check_stale_weights(rows: Batch, sampled_BT: Tensor, advantage_BT: Tensor, n
     assert rows.advantage is not None
     counts_BT = rows.weight != 0
     held = [np.abs(rows.behaviour[row][counts_BT[row]].numpy() - np.asarray(values)) for row, values in now.items() if len(values)]
-    apart = float(np.concatenate(held).mean()) if held else 0.0
+    if not held:
+        return unproven("importance", "of no token that counts was the policy asked anew")
+    apart = float(np.concatenate(held).mean())
     if not apart <= floor.bound:
         return refuted("importance", f"ratios are taken to log-probabilities {apart:.1e} nats a token from the policy's, the floor allows "
                        f"{floor.bound:.1e}: what was sampled earlier is learned from as if it were not", apart=str(apart))

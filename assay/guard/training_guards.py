@@ -31,6 +31,7 @@ _SAMPLE = 2048  # elements of each tensor that are watched, spread evenly over i
 LEARNING_SHARE = 0.1  # multiplier of the peak rate below which steps may be too small to be told from rounding
 SURE_MOVES, LEAST_QUOTIENT = 30.0, 0.2  # moves that cannot all fail by chance; of an update to its rate, on average
 STEP_ROOM = 8.0  # of a rate: what lies farther apart than that is never crossed by one update, nearest rounding loses all of them
+KNOWN_STEPS, CODED_STEPS = 4, 0.02  # of a known matrix; how far its moments' levels may take it from AdamW's formula
 CODED_BLOCKS, CODED_ERROR = 10, 0.01  # sizes of known moments, a decade apart; of the largest of a block, more than half a level
 MOVED = 0.5  # share of a matrix's watched elements that an update must change: rounding may swallow a few, not most
 
@@ -55,7 +56,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, trained:
 
 
 def check_gradients(gradients: Mapping[str, Tensor], trained: Collection[str]) -> Verdict:
-    """After a backward pass: every tensor that is to be trained has a gradient, finite and not zero throughout."""
+    """Check after a backward pass that every tensor to be trained has a gradient that is finite and not all zero."""
     if without := [name for name in trained if name not in gradients or not gradients[name].any()]:
         return refuted("gradients", f"{len(without)} of {len(trained)} trainable tensors got no gradient: {_some(without)}",
                        tensors=without)
@@ -88,7 +89,7 @@ class UpdateAccount:
         self.begin(reachable)
 
     def begin(self, reachable: Collection[str] | None = None) -> None:
-        """What moved until now counts no more: a tensor that stops moving later is found the next time."""
+        """Start a new account: earlier movement no longer counts, so that a tensor that stops moving is found next time."""
         self.before = {name: _watched(p).clone() for name, p in self.model.named_parameters()
                        if p.requires_grad and (reachable is None or name in reachable)}
         self._reach, self._fastest, self._learning = 0.0, 0.0, False
@@ -169,7 +170,8 @@ class UpdateAccount:
 
 def check_coded_moments(optimizer: torch.optim.Optimizer) -> list[Verdict]:
     """Of moments in 8 bits: known values of ten sizes, coded and read back where the optimizer keeps its own, are what they were as near
-    as the codes' levels lie; with another block's scale they would be a decade off. Nothing for other optimizers."""
+    as the codes' levels lie; with another block's scale they would be a decade off. And a known matrix moves as AdamW's formula says:
+    moments that are not kept, or not read, would show from the second step on. Nothing for other optimizers."""
     if not isinstance(optimizer, low_bit_adamw.LowBitAdamW) or not optimizer.coded:
         return []
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
@@ -185,7 +187,26 @@ def check_coded_moments(optimizer: torch.optim.Optimizer) -> list[Verdict]:
     if not worst <= CODED_ERROR:
         return [refuted("moments", f"{words}, bound {CODED_ERROR:.0%}: codes are read with another scale or map than they were made with; "
                                    "train with --optim adamw", worst=worst)]
-    return [proven("moments", words, worst=worst)]
+    apart = known_steps_apart(device)
+    words = f"{words}; {KNOWN_STEPS} steps of a known matrix are {apart:.2%} from AdamW's formula"
+    if not apart <= CODED_STEPS:
+        return [refuted("moments", f"{words}, bound {CODED_STEPS:.0%}: moments are not kept as they were made, or another formula is used; "
+                                   "train with --optim adamw", worst=worst, steps=str(apart))]
+    return [proven("moments", words, worst=worst, steps=apart)]
+
+
+def known_steps_apart(device: torch.device) -> float:
+    """How far a known matrix is, after known gradients, from where AdamW's formula takes it in fp32; of how far it went."""
+    place = torch.arange(low_bit_adamw.LEAST_CODED, device=device).float()
+    start, rate, decay, (one, two) = place.cos().view(64, -1), 1e-2, 0.1, (0.9, 0.95)
+    moved, due, first, second = torch.nn.Parameter(start.clone()), start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    optimizer = low_bit_adamw.adamw_8bit([("known.weight", moved)], rate, (one, two), decay)
+    for step in range(1, KNOWN_STEPS + 1):
+        moved.grad = (step * place).sin().view_as(start)
+        optimizer.step()
+        first, second = one * first + (1 - one) * moved.grad, two * second + (1 - two) * moved.grad.square()
+        due = (1 - rate * decay) * due - rate * first / (1 - one**step) / ((second / (1 - two**step)).sqrt() + 1e-8)
+    return float((moved.detach() - due).norm() / (due - start).norm())
 
 
 def check_steps(optimizer: torch.optim.Optimizer, taken: int) -> Verdict:
@@ -209,7 +230,7 @@ def check_weights(model: nn.Module) -> Verdict:
 
 
 def parameter_digests(model: nn.Module) -> dict[str, str]:
-    """What a rank holds, for `check_replicas`."""
+    """Digests of the parameters that a rank holds, for `check_replicas`."""
     return {name: tensor_sha256(p) for name, p in model.named_parameters()}
 
 
@@ -276,7 +297,7 @@ class StepWatch:
         self._clock.begin()
 
     def feed(self, step: Step, rates: Sequence[float]) -> list[StepReading]:
-        """What was read now: nothing, most of the time."""
+        """Add a step, and return the values that were read back from the device: none, most of the time."""
         self._clock.stop()
         self.waiting.append((step, list(rates)))
         return self.read() if len(self.waiting) >= (READ_EVERY if self.steady else 1) else []

@@ -4,8 +4,10 @@ They are made from the engine's own record of every turn and the environments' o
 made of them.
 """
 
+import math
+import statistics
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from assay.agents.episodes import SampledTurn
+from assay.agents.tool_calls import TOOL_FORMATS, ToolFormat
 from assay.agents.trajectory import Trajectory
+from assay.agents.transcript import CANARY_CALL, CANARY_TOOL, call_as_templated
 from assay.data.batch import Batch
 from assay.guard.loss_preflight import loss_gradients
 from assay.guard.policy_identity import document_arrays
@@ -22,6 +26,7 @@ from assay.learn.advantage import Normalise
 from assay.learn.objectives import Loss, Objective
 from assay.learn.policy import token_logprobs
 from assay.model.attention import PADDING
+from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -131,6 +136,10 @@ def check_trajectory_weights(batch: Batch, trajectories: Sequence[Trajectory], c
         if not shared and abs(found - due) > SAME_WEIGHT * max(1.0, due):
             return refuted("trajectory_weights", f"episode {trajectory.episode} with {len(trajectory.sequences)} sequences "
                            f"and {trajectory.tokens} sampled tokens weighs {found:.4g} where {due:.4g} is due")
+    due_all = sum(1.0 if normalise == "sequence" else float(trajectory.tokens)
+                  for trajectory, counts in zip(trajectories, counted_N, strict=True) if counts)
+    if abs((found_all := sum(weights.values())) - due_all) > SAME_WEIGHT * max(1.0, due_all):  # of those that say the same, together
+        return refuted("trajectory_weights", f"the batch weighs {found_all:.4g}, {sum(counted_N)} trajectories that count {due_all:.4g}")
     divisor = float(sum(counted_N) * cap) if normalise == "constant" else None
     if divisor is not None and (batch.divisor is None or abs(batch.divisor - divisor) > SAME_WEIGHT * divisor):
         return refuted("trajectory_weights", f"the batch is divided by {batch.divisor}, {sum(counted_N)} trajectories of at most {cap} "
@@ -160,6 +169,34 @@ def check_episode_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[
                   episodes=len(trajectories))
 
 
+def check_episode_ends(trajectories: Sequence[Trajectory], over: Collection[str], turns: int) -> Verdict:
+    """An episode is done where its environment said so, and nowhere else; one that ran out of turns had all of them. `over` is the pool's
+    own record."""
+    for trajectory in trajectories:
+        name, said = trajectory.episode, trajectory.episode in over
+        if trajectory.error is None and (trajectory.ended == "done") != said:
+            return refuted("episode_ends", f"episode {name} ended by {trajectory.ended!r} after {len(trajectory.turns)} turns, and its "
+                           f"environment said that it {'is over' if said else 'goes on'}: it was cut short, or went on alone", episode=name)
+        if trajectory.error is None and trajectory.ended == "turns" and len(trajectory.turns) != turns:
+            return refuted("episode_ends", f"episode {name} ended for want of turns after {len(trajectory.turns)} of {turns}", episode=name)
+    return proven("episode_ends", f"{len(over)} of {len(trajectories)} episodes are done, each as its environment said")
+
+
+def check_episode_figures(measured: Mapping[str, float], trajectories: Sequence[Trajectory]) -> Verdict:
+    """What is written of the episodes of a rollout, counted again by the standard library."""
+    counts: dict[str, Callable[[Trajectory], int]] = {
+        "episodes/turns": lambda each: len(each.turns), "episodes/sequences": lambda each: len(each.sequences),
+        "episodes/calls": lambda each: sum(len(said.get("tool_calls", ())) for said in each.messages),
+        "episodes/faults": lambda each: sum(len(said.get("faults", ())) for said in each.messages),
+        "episodes/done": lambda each: each.ended == "done"}
+    due = {name: statistics.fmean(map(count, trajectories)) for name, count in counts.items()}
+    wrong = [f"{name} is {value:.6g}, written {measured.get(name)}" for name, value in due.items()
+             if name not in measured or not math.isclose(measured[name], value, rel_tol=SAME_WEIGHT, abs_tol=SAME_WEIGHT)]
+    if wrong:
+        return refuted("episode_figures", f"the episodes do not give what is written of them: {'; '.join(wrong)}", wrong=wrong)
+    return proven("episode_figures", f"{len(due)} figures of {len(trajectories)} episodes are what they give when they are counted again")
+
+
 def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: float) -> Verdict:
     """Of no kind of episode (with tools, without) more is dropped than errors are allowed: else the other kind alone is learned from."""
     shares = {kind: dropped.get(kind, 0) / max(count, FEWEST_OF_A_KIND) for kind, count in every.items()}
@@ -171,6 +208,19 @@ def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: f
     if not any(every.values()):
         return unproven("episode_kinds", "there was no episode")
     return proven("episode_kinds", words or "there was no episode")
+
+
+def check_tool_format(tokenizer: Tokenizer, spoken: ToolFormat) -> Verdict:
+    """A tool call is read as the model's own chat template writes it: else every call of the policy would be taken for an answer, or for
+    a fault, and it would be taught to call in another way than it knows."""
+    turn = None if tokenizer.template is None else call_as_templated(tokenizer)
+    if turn is None:
+        return unproven("tool_format", f"the chat template writes no tool calls, so nothing shows that the model's are read; they are "
+                        f"expected in the format {spoken.name}", optional=True)
+    if CANARY_CALL in spoken.read(turn, [CANARY_TOOL]).calls:
+        return proven("tool_format", f"a call as the chat template writes it is read in the format {spoken.name}")
+    return refuted("tool_format", f"the chat template writes a tool call as {turn[:200]!r}, which the format {spoken.name} does not read; "
+                   f"there are {', '.join(TOOL_FORMATS)} (--tool-format), or give the model a template that writes one of these")
 
 
 def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor) -> Verdict:

@@ -72,7 +72,7 @@ def changed_from(tokens: Sequence[int], cut: int, vocab: int) -> list[int]:
 
 
 def token_costs(events: Iterable[TttEvent], documents: int) -> TokenCosts:
-    """What each document's tokens were recorded to cost."""
+    """Recorded cost of each document's tokens."""
     found: list[list[NDArray[np.float32]]] = [[] for _ in range(documents)]
     for event in events:
         for one in event:

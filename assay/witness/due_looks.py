@@ -112,7 +112,7 @@ def looks_summary(said: Sequence[Verdict]) -> Verdict:
     missed = [each.reason for each in said if each not in good]
     if not good:
         return unproven(LOOKS, "; ".join(missed[:3]) or "no evaluation of the run was kept to be looked at again", optional=True)
-    return proven(LOOKS, f"{len(good)} evaluation(s) made again from options and files alone: {good[-1].reason}"
+    return proven(LOOKS, f"{len(good)} evaluation(s) recomputed from options and files alone: {good[-1].reason}"
                   + (f"; {len(missed)} not: {missed[0]}" if missed else ""), looks=[each.evidence["look"] for each in good])
 
 # ---------------------------------------------------------------- prompts

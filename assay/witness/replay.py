@@ -423,7 +423,9 @@ def gradient_errors(kept: KeptStep, due: DueGradient, ours: DueGradient, scaled:
         kept_digits = 4 * ULP / (1 - stays) * float(kept.moment(kept.before, name, key).norm())
         allowed = times * own + LEAST_ERROR[kept.compute] * (float(gradient.norm()) + 0.01 * norm * clip) + kept_digits
         error = float((found[name] - gradient).norm())
-        shares[name] = (error / allowed if allowed else math.inf) if error else 0.0
+        if not math.isfinite(own):
+            raise NotWitnessed(f"the gradient of {name} in {kept.compute}, made again, is no number")
+        shares[name] = 0.0 if error == 0 else error / allowed if allowed and math.isfinite(error) else math.inf
     worst = max(shares, key=lambda name: shares[name])
     error = float((found[worst] - scaled[worst]).norm()) / (float(scaled[worst].norm()) or math.inf)
     return shares[worst], (f"the gradient that the optimizer took is off by {error:.1e} at most (relative, {worst}), {shares[worst]:.2g} "

@@ -22,11 +22,12 @@ from assay.store.checkpoint import Checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Ledger
 from assay.store.saving import Ancestor, Lineage, model_contents
-from assay.testing.fault_injection import FAULTS, observe
+from assay.testing.fault_injection import FAULTS
 from assay.testing.tiny_models import forget_manifest, nudge, save_model, tiny_model, tiny_tokenizer, tokenizer_and_stops
 from assay.verdict import Outcome, Verdict, overall, without_optional
 from assay.zoo import speech_faults
 from assay.zoo.speech_faults import save_talking_model, talking_model
+from tests.zoo.sightings import sight
 
 MINE = [fault for fault in FAULTS.values() if fault.job.__module__ == speech_faults.__name__]
 
@@ -49,7 +50,7 @@ def looping(model):
 @pytest.mark.parametrize("fault", MINE, ids=lambda fault: fault.name)
 def test_a_model_that_speaks_badly_is_caught(fault, monkeypatch):
     without_others(monkeypatch)
-    seen = observe(fault)
+    seen = sight(fault)
     assert seen.caught, seen.planted
     assert not seen.false_alarm, seen.clean
     if fault.name == "words shuffled by training":  # what was saved is what was trained: nothing else shows it

@@ -46,10 +46,12 @@ def test_k_quants_are_llama_cpps_own_and_refused_without_it(source, tmp_path, ca
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [("--to", "hf", "--quant", "q8_0"), ("--to", "gguf", "--quant", "q8_0", "--dtype", "f16")])
-def test_quant_is_for_gguf_and_instead_of_dtype(source, tmp_path, capsys, words):
+@pytest.mark.parametrize(("words", "said"), [
+    (("--to", "hf", "--quant", "q8_0"), "--quant q8_0 has no effect without --to gguf"),
+    (("--to", "gguf", "--quant", "q8_0", "--dtype", "f16"), "--quant is for --to gguf, in the place of --dtype")])
+def test_quant_is_for_gguf_and_instead_of_dtype(source, tmp_path, capsys, words, said):
     assert run(["export", str(source), *words, "--out", str(tmp_path / "m")]) == 2
-    assert "--quant is for --to gguf, in the place of --dtype" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_q5_1_is_read_as_the_gguf_package_reads_it(tmp_path):

@@ -19,6 +19,7 @@ from assay.guard.loss_preflight import (
 )
 from assay.learn import loop
 from assay.learn.objectives import next_token
+from assay.model.attention import document_starts
 from assay.model.placement import fp32_uncompiled
 from assay.testing.tiny_models import nudge, tiny_model
 from assay.testing.tiny_training import TinyRun
@@ -135,6 +136,19 @@ def test_a_loss_that_is_not_a_number_is_refuted_and_not_merely_different(batch):
 
     assert check_loss(tiny_model(), objective, batch).outcome is Outcome.REFUTED
     assert check_padding(tiny_model(), objective, batch).outcome is Outcome.REFUTED
+
+
+def test_padding_is_laid_out_anew(batch):
+    """Where documents begin is counted in the flattened rows: with eight columns more, each row begins elsewhere."""
+    seen = []
+
+    def objective(model, given):
+        seen.append(given)
+        return next_token(model, given)
+
+    packed = replace(batch, documents=torch.zeros(batch.tokens.shape, dtype=torch.int32))
+    check_padding(tiny_model(), objective, replace(packed, starts=document_starts(packed.documents)))
+    assert all(given.starts is None or torch.equal(given.starts, document_starts(given.documents)) for given in seen)
 
 
 def test_attention_written_out_follows_the_config(batch):

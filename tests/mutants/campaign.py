@@ -5,13 +5,15 @@ import json
 import os
 import py_compile
 import random
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from tests.mutants.rules import Mutant, is_python, mutants_of
 from tests.mutants.sorting import Left, Reference, Sorted, left_in, sort_run, verdicts_in, volatile_keys
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison")
+ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison",
+         "agents")
 DECLARED = ("options.py", "__init__.py")  # defaults that a user sees: another default is another program, not a mistake in this one
 CHECKS = ("known_answers.py", "known_readings.py", "recount.py", "edit_recount.py", "edit_witness.py", "edit_preflight.py",
           "second_opinion.py", "soundness.py")  # they make no results: a mistake in them is a false alarm, or one guard less
 LIMIT = 60.0  # seconds of one run
 ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
-SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain")  # of the reference runs
+SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain", "episodes", "grpo-model")  # of the reference runs
 CLEAN = 3  # clean runs by which each reference is known
 
 
@@ -92,12 +95,14 @@ class Bench:
     """Everything that is made once: a clean copy of the package, fixtures, reference runs, and which lines each of them reaches."""
 
     def __init__(self, scratch: Path, jobs: int, runs: Sequence[ReferenceRun] = REFERENCE_RUNS, say: Callable[[str], None] = print, *,
-                 clean: int = CLEAN) -> None:
-        self.scratch, self.jobs, self.say, self.clean = scratch, jobs, say, clean
+                 clean: int = CLEAN, known: Sequence[str] = ()) -> None:
+        """`known` are runs whose lines earlier draws had: they are traced, and no mutant is run in them."""
+        self.scratch, self.jobs, self.say, self.clean, self.known = scratch, jobs, say, clean, known
         self.runs = {run.name: run for run in runs}
         self.master, self.fixtures = scratch / "code", scratch / "fixtures"
         self.references: dict[str, Reference] = {}
         self.reached: dict[str, dict[str, set[int]]] = {}  # run → file → lines within functions
+        self.had: dict[str, set[int]] = defaultdict(set)  # file → lines that the known runs reach
 
     def prepare(self) -> None:
         self.copy_code()
@@ -139,7 +144,7 @@ class Bench:
         """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
         traced = self.clean
         runs = sorted(self.runs.values(), key=lambda run: run.name not in SLOW)  # the slowest first, so that none is waited for alone
-        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs]
+        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs if number == traced or run.name not in self.known]
         clean: dict[str, list[CleanRun]] = defaultdict(list)
 
         def job(item: tuple[ReferenceRun, int], slot: Slot) -> CleanRun:
@@ -168,6 +173,10 @@ class Bench:
                 clean[run.name].append(found)
 
         run_all(self, iter(work), job, take)
+        for name in self.known:
+            self.runs.pop(name, None)
+            for file, lines in _lines_reached(self.scratch / "coverage" / name).items():
+                self.had[file] |= lines
         for name in self.runs:
             self._keep_reference(name, clean[name])
 
@@ -242,8 +251,23 @@ def run_all(bench: Bench, items: Iterator[Any], job: Callable[[Any, Slot], Any],
             os.waitpid(pid, 0)
 
 
-def candidates(bench: Bench, rooms: tuple[str, ...]) -> dict[str, dict[str, list[Mutant]]]:
-    """Room → rule → mutants that some reference run reaches, and how many none does."""
+def is_new(bench: Bench, mutant: Mutant, since: str) -> bool:
+    """The mutant stands where no known run comes, or in lines written since that commit."""
+    lines = set(range(mutant.line, mutant.last + 1))
+    known = bool(bench.had.get(mutant.file, set()) & lines) if mutant.within else mutant.file in bench.had
+    return not known or bool(lines_since(since, mutant.file) & lines)
+
+
+@cache
+def lines_since(commit: str, file: str) -> set[int]:
+    """Lines of a file that the commit has not, by git."""
+    diff = subprocess.run(["git", "diff", "-U0", commit, "--", file], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    parts = re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", diff, re.MULTILINE)
+    return {line for first, count in parts for line in range(int(first), int(first) + int(count or 1))}
+
+
+def candidates(bench: Bench, rooms: tuple[str, ...], wanted: Callable[[Mutant], bool]) -> dict[str, dict[str, list[Mutant]]]:
+    """Room → rule → wanted mutants that some reference run reaches."""
     found: dict[str, dict[str, list[Mutant]]] = {}
     for room in rooms:
         found[room] = defaultdict(list)
@@ -254,7 +278,7 @@ def candidates(bench: Bench, rooms: tuple[str, ...]) -> dict[str, dict[str, list
             if not any(name in files for files in bench.reached.values()):
                 continue
             for mutant in mutants_of(name, file.read_text()):
-                if bench.runs_for(mutant):
+                if bench.runs_for(mutant) and wanted(mutant):
                     found[room][mutant.rule].append(mutant)
     return found
 
@@ -348,8 +372,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # those that a user could give to any 
     "--batch-size": ("2", "4"), "--top-p": ("0.8", "0.9", "1"), "--ce-weight": ("0", "0.3", "0.5"), "--teacher-top-k": ("4", "8")}
 OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
     "grpo": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "distill": {"--max-steps": ("2", "3", "4")},
-    "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)}}
-SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample")
+    "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)},
+    "on-policy": {"--max-steps": ("2", "3", "4")}, "mixture": {"--max-steps": ("2", "3", "4")},
+    "grpo-model": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "episodes": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}}
+SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample", "dpo", "dpo-live", "simpo",
+          "kto", "reward-model", "on-policy", "episodes", "grpo-model", "nf4", "int8", "mixture", "mix", "split", "dare")
 
 
 def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: float | None = None,

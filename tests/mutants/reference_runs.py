@@ -27,6 +27,13 @@ GRPO = ("--reward", "answer:1", "--prompts", "4", "--num-generations", "4", "--m
 EDIT = ("--layers", "0-1", "--v-lr", "0.1", "--clamp-norm-factor", "1", "--v-num-grad-steps", "40", "--kl-factor", "0.01",
         "--mom2-update-weight", "10", "--max-update", "10", "--prefixes", "2", "--prefix-tokens", "6", "--moment-tokens", "1500",
         "--drift-tokens", "500", "--goal-drift", "1", "--probe-rounds", "1", "--probe-samples", "1", "--device", "cpu")
+PAIRS = ("--max-length", "32", "--batch-tokens", "512", "--micro-batch-tokens", "256", "--max-steps", "3", "--learning-rate", "3e-3",
+         "--warmup-steps", "0", "--num-train-epochs", "50", "--held-out", "0.3", "--save-steps", "1000", "--probe-samples", "1", "--device",
+         "cpu")
+EPISODES = ("--environment", "assay.testing.echo_environment:Echo", "--tasks", "24", "--held-out", "0.3", "--prompts", "3",
+            "--num-generations", "4", "--max-completion-length", "6", "--max-turns", "3", "--max-steps", "2", "--num-train-epochs", "50",
+            "--learning-rate", "2e-4", "--warmup-steps", "0", "--save-steps", "1000", "--eval-prompts", "2", "--micro-batch-size", "8",
+            "--reward-workers", "1", "--probe-samples", "1", "--device", "cpu")
 EVAL = ("--data", "sums.jsonl", "--task", "graded", "--grader", "answer", "--raw", "-k", "2", "--temperature", "1", "--max-new-tokens", "6",
         "--limit", "24", "--device", "cpu")
 
@@ -56,6 +63,44 @@ REFERENCE_RUNS = (
                  ("text.jsonl", "words")),
     ReferenceRun("compare", ("compare", "before", "after", "--json"), ("before", "after"), said=True),
 )
+FIRST_RUNS = tuple(run.name for run in REFERENCE_RUNS)  # those of the first two draws
+REFERENCE_RUNS += (
+    ReferenceRun("dpo", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", *PAIRS), ("taught", "signed.jsonl")),
+    ReferenceRun("dpo-live", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", "--lora-r", "2", "--reference", "live",
+                              "--loss-type", "ipo", *PAIRS), ("taught", "signed.jsonl")),
+    ReferenceRun("simpo", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", "--loss-type", "simpo", *PAIRS),
+                 ("taught", "signed.jsonl")),
+    ReferenceRun("kto", ("kto", "--model", "taught", "--data", "marked.jsonl", "--out", "run", *PAIRS), ("taught", "marked.jsonl")),
+    ReferenceRun("reward-model", ("reward-model", "--model", "taught", "--data", "signed.jsonl", "--out", "run",
+                                  "--center-rewards-coefficient", "0.01", *PAIRS), ("taught", "signed.jsonl")),
+    ReferenceRun("on-policy", ("distill", "--teacher", "taught", "--model", "base", "--data", "learned.jsonl", "--out", "run",
+                               "--on-policy", "1", "--max-new-tokens", "6", "--divergence", "reverse", *TUNE),
+                 ("base", "taught", "learned.jsonl")),
+    ReferenceRun("episodes", ("grpo", "--model", "base", "--out", "run", *EPISODES), ("base",)),
+    ReferenceRun("grpo-model", ("grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run", "--lora-r", "2", "--loss-type", "grpo",
+                                *("model:judge" if word == "answer:1" else word for word in GRPO)), ("taught", "judge", "sums.jsonl")),
+    ReferenceRun("nf4", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--lora-r", "2", "--base-dtype", "nf4",
+                         *TUNE), ("base", "learned.jsonl")),
+    ReferenceRun("int8", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--lora-r", "2", "--base-dtype", "int8",
+                          "--optim", "adamw_8bit", "--use-rslora", *TUNE), ("base", "learned.jsonl")),
+    ReferenceRun("mixture", ("sft", "--model", "base", "--data", "learned.jsonl:0.7", "chats.jsonl:0.3", "--out", "run",
+                             "--lr-scheduler-type", "wsd", "--gradient-checkpointing", *TUNE), ("base", "learned.jsonl", "chats.jsonl")),
+    ReferenceRun("mix", ("data", "mix", "learned.jsonl:0.7", "sums.jsonl:0.3", "--n", "60", "--out", "mixed.jsonl"),
+                 ("learned.jsonl", "sums.jsonl")),
+    ReferenceRun("split", ("data", "split", "learned.jsonl", "--share", "0.1", "--out", "parts"), ("learned.jsonl",)),
+    ReferenceRun("dedup", ("data", "dedup", "said.jsonl", "--workers", "1", "--out", "single.jsonl"), ("said.jsonl",)),
+    ReferenceRun("ties", ("merge", "one", "two", "--base", "base", "--method", "ties", "--density", "0.3", "--out", "merged", "--data",
+                          "learned.jsonl", "--device", "cpu"), ("base", "one", "two", "learned.jsonl")),
+    ReferenceRun("dare", ("merge", "one=0.7", "two=0.3", "--base", "base", "--method", "dare", "--out", "merged"), ("base", "one", "two")),
+    ReferenceRun("slerp", ("merge", "one=0.7", "two=0.3", "--method", "slerp", "--out", "merged"), ("one", "two")),
+    ReferenceRun("prune", ("prune", "base", "--layers", "1", "--data", "learned.jsonl", "--out", "pruned", "--device", "cpu"),
+                 ("base", "learned.jsonl")),
+    ReferenceRun("steer", ("steer", "taught", "--data", "signed.jsonl", "--out", "vector", "--layer", "1", "--scale", "2", "--text",
+                           "chants.jsonl", "--max-cost", "5", "--device", "cpu"), ("taught", "signed.jsonl", "chants.jsonl")),
+    ReferenceRun("fp8", ("export", "taught", "--to", "fp8", "--out", "small"), ("taught",)),
+    ReferenceRun("w4a16", ("export", "taught", "--to", "w4a16", "--out", "small"), ("taught",)),
+    ReferenceRun("tokenizer", ("tokenizer", "said.jsonl", "--out", "made", "--vocab-size", "280"), ("said.jsonl",)),
+)
 
 
 def make_fixtures(home: Path, needed: set[str]) -> None:
@@ -68,7 +113,8 @@ def make_fixtures(home: Path, needed: set[str]) -> None:
     _write_sums(home)
     write_lines(home / "chants.jsonl", [{"text": text} for text in repetitive_texts(6)])
     makers = {"adapter": lambda: save_adapter(home / "adapter", home / "base"), "corpus": lambda: _make_corpus(home),
-              "lore": lambda: _make_lore(home), "taught": lambda: _teach(home), "before": _evaluate, "run": _interrupt}
+              "lore": lambda: _make_lore(home), "taught": lambda: _teach(home), "before": _evaluate,
+              "judge": lambda: _make_judge(home), "one": lambda: _make_fine_tunes(home), "run": _interrupt}  # last: it stops all runs
     for name, make in makers.items():
         if name in needed:
             try:
@@ -110,6 +156,11 @@ def _write_sums(home: Path) -> None:
     write_lines(home / "pairs.jsonl", [{"prompt": prompt, "chosen": str(gold), "rejected": str(gold + 1)} for prompt, gold in sums])
     write_lines(home / "judged.jsonl", [{"prompt": prompt, "completion": str(gold + number % 2), "label": number % 2 == 0}
                                         for number, (prompt, gold) in enumerate(sums)])
+    write_lines(home / "signed.jsonl", [{"prompt": prompt, "chosen": f"{gold}!", "rejected": f"{gold}?"} for prompt, gold in sums])
+    write_lines(home / "marked.jsonl", [{"prompt": prompt, "completion": f"{gold}{'?!'[number % 2]}", "label": number % 2 == 1}
+                                        for number, (prompt, gold) in enumerate(sums)])
+    write_lines(home / "said.jsonl", [{"text": f"the sum of {a} and {b} is what one gets who adds {a} to {b} {'and' * (b % 2)} counts"}
+                                      for a in range(12) for b in range(6)])
     write_lines(home / "chats.jsonl", [{"messages": [{"role": "user", "content": f"{a}?"}, {"role": "assistant", "content": str(a * 2)}]}
                                        for a in range(60)])
 
@@ -130,6 +181,22 @@ def _evaluate() -> None:
 
     for name, model in {"before": "base", "after": "taught"}.items():
         assert run(["eval", model, "--out", name, *EVAL]) == 0
+
+
+def _make_judge(home: Path) -> None:
+    """A reward model that likes what ends in an exclamation mark."""
+    from assay.cli import run
+
+    assert run(["reward-model", "--model", "taught", "--data", "signed.jsonl", "--out", "judging", *PAIRS]) == 0
+    (home / "judging" / "model").rename(home / "judge")
+
+
+def _make_fine_tunes(home: Path) -> None:
+    """Two models that were moved a little from one base."""
+    from assay.testing.tiny_models import nudge, save_model, tiny_model
+
+    for seed, name in enumerate(("one", "two"), 1):
+        save_model(home / name, nudge(tiny_model("llama"), 0.004, seed))
 
 
 def _interrupt() -> None:

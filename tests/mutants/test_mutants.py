@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.mutants.known_mutants import KNOWN, ROOT
 from tests.mutants.rules import RULES, is_python, mutants_of
 from tests.mutants.sorting import differences, volatile_keys
@@ -45,6 +47,7 @@ def test_every_rule_plants_its_mistake_and_nothing_else():
     assert len({mutant.id for mutant in found}) == len(found)
 
 
+@pytest.mark.slow
 def test_mutants_of_each_kind_are_sorted_rightly():
     done = subprocess.run([sys.executable, "-m", "tests.mutants.known_mutants"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,8 @@ def test_intervals_of_means_are_students(name, scores):
 
 def test_p_values_are_scipys_and_those_of_counting():
     assert due("Welch") == pytest.approx(stats.ttest_ind(NEW, OLD, equal_var=False).pvalue, abs=1e-9)
+    apart = stats.ttest_ind(NEW, OLD[:8], equal_var=False).confidence_interval(0.95)
+    assert due("difference of means")[1:3] == pytest.approx([apart.low, apart.high], abs=1e-9)
     assert due("Fisher") == pytest.approx(stats.fisher_exact([[60, 50], [40, 80]]).pvalue, abs=1e-9)
     assert due("Boschloo")[0] == pytest.approx(stats.boschloo_exact([[5, 1], [1, 5]], n=256).pvalue, rel=0.01)
     flips = [sum(sign * size for sign, size in zip(signs, CHANGE, strict=True))
