@@ -81,7 +81,7 @@ def group_advantages(rewards_PG: Sequence[Sequence[RewardValue]], *, scale: Scal
 
 
 def reward_std(rewards_PG: Sequence[Sequence[RewardValue]]) -> float:
-    """Of all known rewards together, with n − 1; 0 where fewer than two are known."""
+    """Standard deviation of all known rewards together, with n − 1; 0 where fewer than two are known."""
     rewards = _as_array(rewards_PG)
     known = rewards[~np.isnan(rewards)]
     return float(known.std(ddof=1)) if known.size > 1 else 0.0
@@ -153,7 +153,9 @@ class Refill:
 
 
 def refill(silent_P: Sequence[bool] | Mask, tried_P: Sequence[int], limit: int) -> Refill:
-    """What to do with each place of a batch, where `tried_P` says how often it has been sampled and `limit` how often it may be."""
+    """Decision for each place of a batch: keep it, sample another prompt, or give up. `tried_P` is how often it has been sampled, `limit`
+    how often it may be.
+    """
     if len(silent_P) != len(tried_P):
         raise DataError(f"{len(silent_P)} groups but {len(tried_P)} counts of tries; expected one each")
     places = range(len(tried_P))

@@ -47,7 +47,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After optimizer step `step`, counted from 0. Waits for no GPU."""
+        """Update the average after optimizer step `step`, counted from 0, without waiting for the GPU."""
         assert not self._swapped, "the model holds the average now: averaging it with itself would lose a step"
         torch._foreach_lerp_(list(self._average.values()), list(self._live.values()), 1 - self.decay_at(step))
 

@@ -57,7 +57,7 @@ class ArtifactPlace:
 
 @dataclass(frozen=True)
 class RawArtifact:
-    """What the files hold, byte-checked but not yet understood. Tensors have their foreign names."""
+    """Contents of an artifact's files, byte-checked but not yet interpreted. Tensors have their foreign names."""
 
     place: ArtifactPlace
     fields: dict[str, Any]  # config.json, adapter_config.json or GGUF metadata
@@ -202,7 +202,7 @@ def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: 
         raise UsageError(f"{raw.place.path} is a whole model; --base is for adapters")
     if held not in (None, "file", *BASE_DTYPES):
         raise ArtifactError(f"{raw.place.path}: a base in {held!r} is not known; expected one of: {', '.join(BASE_DTYPES)}")
-    if held in BASE_DTYPES:
+    if held in BASE_DTYPES and not _lies_in(raw, held):
         return _held(raw, to, held)
     if (whole := raw.whole) is not None:
         return Artifact(raw, whole.config, whole.tensors, weights_digest(whole.tensors), whole.tokenizer, whole.stops,
@@ -219,6 +219,11 @@ def interpret_artifact(raw: RawArtifact, *, base: str | Path | None = None, to: 
     return Artifact(raw, config, tensors, digest, tokenizer, stops, notes=list(stops.disagreements))
 
 
+def _lies_in(raw: RawArtifact, held: str) -> bool:
+    """Whether the file is in this dtype already, so that nothing is rounded."""
+    return held == "bf16" and raw.whole is None and all(tensor.dtype == torch.bfloat16 for tensor in raw.tensors.values())
+
+
 def _held(raw: RawArtifact, to: Destination | None, held: str) -> Artifact:
     """Its matrices rounded one after the other as they are read; the digest is of what the codes stand for."""
     if raw.whole is not None:
@@ -228,8 +233,6 @@ def _held(raw: RawArtifact, to: Destination | None, held: str) -> Artifact:
     config, where = config_from_hf(raw.fields, raw.tensors.keys(), str(raw.place.path / "config.json")), str(raw.place.path)
     reader = QuantisedReader(held, hf_layout(config), plain.kept, dense=to is None)
     read = from_foreign(config, reader.layout, raw.tensors, where, plain.moved if to else lambda tensor: tensor, reader.kept)
-    if reader.unchanged:  # a file that is in bf16 already
-        return interpret_artifact(raw, to=to)
     tensors, tokenizer = reader.tensors(read), read_tokenizer(raw.place.path)
     stops = read_artifact_stops(tokenizer, raw.fields, raw.generation)
     known = plain.digest if reader.all_shared(tensors, plain.held) else None

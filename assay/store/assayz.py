@@ -122,7 +122,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SqueezeReport:
-    """What was written. `bits` are of one weight, after coding, by section."""
+    """Report on a written .assayz file. `bits` are per weight, after coding, by section."""
 
     path: Path
     bytes: int
@@ -192,7 +192,7 @@ def describe_assayz(path: Path) -> Description:
 
 
 def rounded_tensors(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """What a file of this precision gives back for these weights, to the last bit."""
+    """Tensors that a file of this precision gives back for these weights, to the last bit."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2:

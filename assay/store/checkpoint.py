@@ -60,7 +60,7 @@ _MANIFEST_SHAPE = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint shall hold; the tensors belong to it until it is written."""
+    """Contents of a checkpoint to be written; it owns the tensors until then."""
 
     kind: Literal["model", "adapter"]
     weights: Mapping[str, Tensor]
@@ -95,7 +95,7 @@ class Checkpoint:
 
     @property
     def hallmark(self) -> dict[str, Any] | None:
-        """What was proven of these bytes, or None; a quarantine voids it."""
+        """Hallmark of these files, or None; a quarantine voids it."""
         return None if self.quarantined else _read_mark(self, HALLMARK)
 
     @property

@@ -58,7 +58,7 @@ COMPRESSED = {one.name: one for one in (
 def compressed_weights(weights: Mapping[str, Tensor], scheme: CompressedScheme, dtype: torch.dtype) -> tuple[dict[str, Tensor],
                                                                                                             dict[str, Any]]:
     """Of weights under Hugging Face names: the tensors of the folder, and its quantization_config."""
-    chosen = [name for name, tensor in weights.items() if _MATRIX.fullmatch(name) and tensor.dim() == 2]
+    chosen = [name for name, tensor in weights.items() if is_linear(name, tensor)]
     if not chosen:
         raise UsageError(f"no matrix of these weights is a linear layer's; {scheme.name} has nothing to round: export it --to hf")
     group = _group_size([weights[name].shape[1] for name in chosen]) if scheme.grouped else None
@@ -67,6 +67,11 @@ def compressed_weights(weights: Mapping[str, Tensor], scheme: CompressedScheme, 
         codes, scales = rounded_codes(weights[name], scheme, group, dtype)
         made |= _stored(name.removesuffix(".weight"), codes, scales, scheme)
     return made, quantization_config(scheme, group)
+
+
+def is_linear(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor under its Hugging Face name is the matrix of a linear layer of a block: those are what is rounded."""
+    return _MATRIX.fullmatch(name) is not None and tensor.dim() == 2
 
 
 def rounded_codes(matrix: Tensor, scheme: CompressedScheme, group: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ def code_digest() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What may change the last bit of a result."""
+    """Facts of the environment that may change the last bit of a result."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"assay": assay.__version__, "python": platform.python_version(), "torch": torch.__version__, "device": device,
             "machine": f"{platform.system()} {platform.machine()}", "threads": str(torch.get_num_threads())}

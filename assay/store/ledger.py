@@ -193,7 +193,7 @@ def read_chain(path: Path) -> LedgerChain:
 
 
 def read_until_damage(path: Path) -> tuple[LedgerChain, ArtifactError | None]:
-    """What verifies, up to the first line that does not, and what is wrong with that one: for readers who show what is left."""
+    """Lines that verify, up to the first that does not, and what is wrong with that one, for readers who show what is left."""
     data = durable.read_file(path, limit=LEDGER_LIMIT) if path.exists() else b""
     *lines, tail = data.split(b"\n")
     events: list[dict[str, Any]] = []

@@ -3,6 +3,8 @@
 import contextlib
 import difflib
 import fcntl
+import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -75,7 +77,7 @@ def fetch_model(name: str) -> Path:
 
 
 def cached_model(name: str) -> Path | None:
-    """Where a fetched model lies, or None; touches no network. What is in the cache was checked when it got there."""
+    """Path of a fetched model, or None, without touching the network. What is in the cache was checked when it was stored."""
     place = _place(name)
     return place if place is not None and place.exists() else None
 
@@ -185,17 +187,25 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 def _download_from_hub(name: str, unfinished: Path) -> None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError
 
     _say(f"{name}: getting it from the hub")
     try:
         snapshot_download(name, local_dir=unfinished, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS)
-    except (OSError, ValueError, EntryNotFoundError) as error:
-        raise AssayError(f"{name} could not be fetched from the hub: {str(error).splitlines()[0]}") from None
+    except hub_error_types() as error:
+        raise AssayError(f"{name} could not be fetched from the hub: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     shutil.rmtree(unfinished / ".cache")  # the hub's own bookkeeping
     if not any(unfinished.glob("*.safetensors")):
         shutil.rmtree(unfinished)
         raise UsageError(f"{name} has no safetensors; pickled weights run code when opened, and are not fetched")
+
+
+def hub_error_types() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises where the hub refuses or cannot be reached: OSErrors and, from 1.0 on, those of the library by which it
+    speaks HTTP, which is httpx or, from 2.0 on, httpx2."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    spoken = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name) is not None]
+    return (OSError, ValueError, EntryNotFoundError, *(library.HTTPError for library in spoken))
 
 
 def _keep(unfinished: Path, place: Path) -> None:

@@ -31,7 +31,7 @@ class FileModel:
 
 @dataclass(frozen=True)
 class Description:
-    """What a file or folder says of itself: from its headers and hashes, without a weight in memory."""
+    """Description of a file or folder from its headers and hashes, without loading a weight."""
 
     architecture: dict[str, Any]
     tensors: dict[str, dict[str, Any]]  # name → dtype, shape

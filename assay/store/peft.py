@@ -174,7 +174,7 @@ def write_adapter(config: ModelConfig, patch: Patch, base_name: str, *, rslora: 
 
 
 def unsupported_adapter(fields: Mapping[str, Any], where: str) -> str | None:
-    """What an adapter asks for that cannot be read here, in words."""
+    """Why an adapter cannot be read here, in words."""
     for name, allowed in SUPPORTED_FIELDS.items():
         if name in fields and fields[name] not in allowed:
             return f"{where}: {name} = {fields[name]!r} is not supported; expected {allowed[0]!r}"

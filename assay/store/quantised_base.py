@@ -19,13 +19,11 @@ class QuantisedReader:
 
     def __init__(self, held: str, layout: dict[str, list[ForeignTensor]], shared: Callable[[str, Tensor], Tensor], *, dense: bool):
         self.held, self.layout, self.dense, self._shared = held, layout, dense, shared
-        self.unchanged = held == "bf16"
         self._codes: dict[str, Tensor] = {}
         self._apart = self._total = 0.0
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
         if self.held == "bf16":
-            self.unchanged &= tensor.dtype == torch.bfloat16
             made = tensor.to(torch.bfloat16)
             if made.dtype != tensor.dtype:  # else the file's own bits, and nothing to measure
                 self._count(tensor, float((made.float() - tensor.float()).square().sum()))

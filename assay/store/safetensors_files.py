@@ -102,7 +102,7 @@ def read_tensors(path: Path, expected: str | FileFacts | None = None) -> dict[st
 
 
 def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
-    """What the file declares, in the order of its data; refused unless header and length agree in every byte."""
+    """Header of a safetensors file, in the order of its data; refused unless header and length agree in every byte."""
     with open_regular(path) as fd:
         infos, _ = _read_header(fd, path)
     return infos
@@ -203,6 +203,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     if not name or "\0" in name or "\\" in name or os.path.isabs(name) or ".." in name.split("/"):
         raise ArtifactError(f"{folder}: refers to the file {name!r}; names must be relative and stay in the folder")
+    if "/" not in name and not os.path.islink(folder / name):
+        return folder / name
     root = Path(os.path.realpath(folder))
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         root = root.parent.parent
@@ -216,7 +218,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """Of the elements in order, as in a manifest: the same for every layout and device."""
+    """SHA-256 of a tensor's elements in order, as in a manifest: the same for every layout and device."""
     return hashlib.sha256(_raw(tensor)).hexdigest()
 
 
@@ -306,7 +308,8 @@ def _require_parts(content: Tensor, infos: Mapping[str, SafetensorsEntry], data_
         durable.require_hash(path, hashed_in_passing(content[start:stop]), wanted, what=f"the bytes of its tensor {name!r}")
 
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "sha256") as hashers:
-        list(hashers.map(check, infos))
+        many = len(content) > PART_BYTES  # what is small is hashed sooner than a thread is started
+        list((hashers.map if many else map)(check, infos))
 
 
 def _info(name: str, entry: Any, where: str) -> SafetensorsEntry:

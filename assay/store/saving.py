@@ -114,6 +114,10 @@ class BackgroundSaver:
         owned = contents() if callable(contents) else owned_contents(contents, headroom)
         self._pending = self._writer.submit(_write, where, owned, after, _copied(owned))
 
+    @property
+    def busy(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
     def check(self) -> None:
         """Raise what a finished save raised; never waits."""
         if self._pending is not None and self._pending.done():

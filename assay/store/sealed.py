@@ -22,7 +22,7 @@ def seal(document: dict[str, Any], *, where: str, indent: int | None = None) -> 
 
 
 def unseal(data: bytes, *, where: str, indent: int | None = None) -> dict[str, Any]:
-    """What was sealed, without `self`; ArtifactError if a single byte is not what `seal` wrote."""
+    """The sealed content, without `self`; ArtifactError if a single byte is not what `seal` wrote."""
     document = parse_json(data, where=where, shape=dict, surrogates=True)
     if not spelled_canonically(data, document, indent):
         raise ArtifactError(f"{where}: the bytes are not as Assay writes them: edited or damaged; restore the original")

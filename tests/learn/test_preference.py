@@ -1,8 +1,7 @@
-"""Preference objectives: the formulas, with gradients, whatever the packing; and TRL's own losses of what TRL has."""
+"""Preference objectives: the formulas, with gradients, whatever the packing. tests/recipes/test_trl_equivalence.py has TRL's own losses."""
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from assay.guard.preference_checks import naive_preference
 from assay.learn.loop import accumulated
 from assay.learn.objectives import averages
 from assay.learn.policy import token_logprobs
-from assay.learn.preference import PreferenceSettings, pair_scores, preference
+from assay.learn.preference import PreferenceSettings, preference
 from assay.testing.tiny_models import tiny_model
 
 ALL = [PreferenceSettings(), PreferenceSettings(label_smoothing=0.1), PreferenceSettings("sigmoid_norm", 2.0), PreferenceSettings("ipo"),
@@ -119,19 +118,3 @@ def test_a_batch_without_pairs_or_a_reference_is_refused():
 def test_settings_that_make_no_sense_are_refused(asked: dict[str, Any], words: str):
     with pytest.raises(UsageError, match=words):
         PreferenceSettings(**asked)
-
-
-@pytest.mark.slow
-def test_simpo_and_orpo_are_those_of_trl():
-    """Whose trainers take log-probabilities that are means over tokens."""
-    cpo, orpo = (pytest.importorskip(f"trl.experimental.{name}.{name}_trainer") for name in ("cpo", "orpo"))
-    batch, model = packed(), tiny_model("llama")
-    scores = pair_scores(model, batch, ALL[6])
-    chosen, rejected = ((logp / tokens)[scores.counts].detach().float() for logp, tokens in
-                        ((scores.chosen, scores.chosen_tokens), (scores.rejected, scores.rejected_tokens)))
-    there = SimpleNamespace(device="cpu")
-    simpo = SimpleNamespace(alpha=0.0, loss_type="simpo", simpo_gamma=0.5, beta=2.0, label_smoothing=0.1, accelerator=there)
-    assert float(preference(ALL[6])(model, batch).total) == pytest.approx(float(cpo.CPOTrainer.cpo_loss(simpo, chosen, rejected)[0].sum()),
-                                                                          rel=1e-5)
-    odds = orpo.ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.3, accelerator=there), chosen, rejected)[0]
-    assert float(preference(ALL[7])(model, batch).total) == pytest.approx(float((-chosen - odds).sum()), rel=1e-5)

@@ -1,5 +1,9 @@
 """Reward model: Bradley and Terry's likelihood at the last token of each text, with its gradients, as TRL's RewardTrainer has it."""
 
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,8 +35,8 @@ def test_the_objective_is_its_formula_in_value_and_gradient_whatever_the_packing
 
 @pytest.mark.slow
 def test_value_and_gradients_are_those_of_transformers_classifier_with_trls_loss():
-    """Whose model has a head of its own: the row of our token is its matrix. The loss is that of trl.RewardTrainer.compute_loss."""
-    transformers = pytest.importorskip("transformers")
+    """Whose model has a head of its own: the row of our token is its matrix."""
+    transformers, trl = (pytest.importorskip(name) for name in ("transformers", "trl"))
     model, pairs, settings = tiny_model("llama").requires_grad_(True), tiny_pairs(), ALL[1]
     batch = pair_rows([pairs], 200)
     loss = reward_objective(settings)(model, batch).total / 5
@@ -47,9 +51,7 @@ def test_value_and_gradients_are_those_of_transformers_classifier_with_trls_loss
     ids = torch.stack([torch.nn.functional.pad(torch.tensor(text).long(), (0, longest - len(text))) for text in texts])
     mask = torch.stack([(torch.arange(longest) < len(text)).long() for text in texts])
 
-    rewards = twin(input_ids=ids, attention_mask=mask).logits.squeeze(-1)
-    chosen, rejected = rewards.chunk(2)
-    due = -torch.nn.functional.logsigmoid(chosen - rejected).mean() + settings.center * ((chosen + rejected) ** 2).mean()
+    due = trl.RewardTrainer.compute_loss(trainer_of(twin, settings), twin, {"input_ids": ids, "attention_mask": mask})
     due.backward()
     assert float(loss.detach()) == pytest.approx(float(due.detach()), rel=1e-5)
     theirs = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
@@ -59,3 +61,10 @@ def test_value_and_gradients_are_those_of_transformers_classifier_with_trls_loss
             assert (gradient - theirs[name]).norm() <= 1e-5 * theirs[name].norm() + 1e-9, name
     ours = gradients["embed.weight"] if model.head is None else gradients["head.weight"]
     assert (ours[settings.token] - theirs["score.weight"][0]).norm() <= 1e-5 * theirs["score.weight"].norm()
+
+
+def trainer_of(model: Any, settings: RewardModelSettings) -> SimpleNamespace:
+    """What TRL's loss asks of its trainer."""
+    alone = SimpleNamespace(gather=lambda values: values, gather_for_metrics=lambda values: values)
+    return SimpleNamespace(model=model, args=SimpleNamespace(center_rewards_coefficient=settings.center), accelerator=alone,
+                           _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1)

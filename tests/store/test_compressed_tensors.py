@@ -159,6 +159,11 @@ def test_codes_that_leave_half_of_their_range_unused_are_refuted(source, tmp_pat
     verdict = check_rounding(replace(found, raw=replace(found.raw, tensors={**held, **wide})), source, COMPRESSED["w8a8"])
     assert verdict.outcome is Outcome.REFUTED
     assert "leave a part of their range unused" in verdict.reason
+    for ignored in (["re:.*"], ["lm_head", LAYER]):  # all of it, or one of its layers, is not in codes
+        said = found.raw.fields | {"quantization_config": found.raw.fields["quantization_config"] | {"ignore": ignored}}
+        verdict = check_rounding(replace(found, raw=replace(found.raw, fields=said)), source, COMPRESSED["w8a8"])
+        assert verdict.outcome is Outcome.REFUTED
+        assert "are not in codes" in verdict.reason
 
 
 def test_a_model_that_reads_and_says_otherwise_is_refuted_by_its_texts(source):

@@ -41,10 +41,12 @@ def test_without_llm_compressor_it_is_refused_and_nothing_is_written(source, tex
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [("--to", "gptq"), ("--to", "w4a16", "--text", "x.txt")])
-def test_text_and_gptq_belong_together(source, tmp_path, capsys, words):
+@pytest.mark.parametrize(("words", "said"), [
+    (("--to", "gptq"), "--text is what --to gptq is fitted to: give both, or neither"),
+    (("--to", "w4a16", "--text", "x.txt"), "--text x.txt has no effect without --to gptq")])
+def test_text_and_gptq_belong_together(source, tmp_path, capsys, words, said):
     assert cli_run(["export", str(source), *words, "--out", str(tmp_path / "m")]) == 2
-    assert "--text is what --to gptq is fitted to: give both, or neither" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_too_little_text_is_refused(source, tmp_path, capsys, monkeypatch):
