@@ -53,15 +53,18 @@ def argument(help: str, *, default_text: str = "", **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"help": help, "positional": True, "default_text": default_text}, **kwargs)
 
 
-def option(help: str, *, group: str = "options", short: str = "", metavar: str = "", default_text: str = "", least: float | None = None,
-           above: float | None = None, below: float | None = None, most: float | None = None, **kwargs: Any) -> Any:
+def option(help: str, *, group: str = "options", needs: str = "", short: str = "", metavar: str = "", default_text: str = "",
+           least: float | None = None, above: float | None = None, below: float | None = None, most: float | None = None,
+           **kwargs: Any) -> Any:
     """A flag; without a default it is required. What lies outside its bounds is refused before anything is done with it.
 
-    `default_text` says what happens without the flag where the default itself (None, nothing) does not say it.
+    `needs` names the options without which it has no effect, as in "--loss-type simpo" or "--how text or --on-policy". `default_text` says
+    what happens without the flag where the default itself (None, nothing) does not say it.
     """
     assert group in HELP_GROUPS, f"{group!r} is no heading of --help: {HELP_GROUPS}"
     bounds = {"least": least, "above": above, "below": below, "most": most}
-    shown = {"help": help, "group": group, "short": short, "metavar": metavar, "default_text": default_text}
+    shown = {"help": f"with {needs}: {help}" if needs else help, "needs": needs, "group": group, "short": short, "metavar": metavar,
+             "default_text": default_text}
     return dataclasses.field(metadata=shown | {k: v for k, v in bounds.items() if v is not None}, **kwargs)
 
 
@@ -78,7 +81,22 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, examples: str = "", c
     given = vars(known) | {name: tuple(others) for name in rest}
     path = given.pop("config", None)
     values = {**(_read_yaml(Path(path)) if path else {}), **given}
-    return from_mapping(cls, values, where=path or prog)
+    config = from_mapping(cls, values, where=path or prog)
+    refuse_without_effect(config, prog)
+    return config
+
+
+def refuse_without_effect(config: Any, prog: str) -> None:
+    """Refuse an option that is given without what it needs: it would change nothing, and not say so."""
+    for field in dataclasses.fields(config):
+        needs, given = field.metadata.get("needs"), getattr(config, field.name)
+        if needs and given != field.default and not any(_holds(config, *each.split()) for each in needs.split(" or ")):
+            raise UsageError(f"{prog}: --{_flag(field.name)} {given} has no effect without {needs}; leave it out, or give that too")
+
+
+def _holds(config: Any, option: str, value: str = "") -> bool:
+    found = getattr(config, option.removeprefix("--").replace("-", "_"))
+    return str(found) == value if value else found not in (None, False, 0, (), "")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
@@ -123,7 +141,7 @@ class _Parser(argparse.ArgumentParser):
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             flags = [s for action in self._actions for s in action.option_strings]
-            word = message.removeprefix(prefix).split()[0]
+            word = (message.removeprefix(prefix).split() or [""])[0]
             message = f"unknown argument {word!r}{nearest(word, flags)}"
         raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
 

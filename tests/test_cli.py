@@ -75,6 +75,7 @@ def entry(options: str, flag: str) -> tuple[str, str]:
     (["prove", "nobody/no-such-model"], 2, "nobody/no-such-model: no such file or folder; if it is a model on the hub, get it first: "
                                            "assay fetch nobody/no-such-model"),
     (["sample", "x", "--temprature", "1"], 2, "did you mean '--temperature'?"),
+    (["bench", ""], 2, "unknown argument ''"),
     (["sft", "--lr", "1"], 2, "unknown argument '--lr'; did you mean '--learning-rate'?"),
     (["grpo", "--max-prompt", "9"], 2, "did you mean '--max-prompt-length'?"), (["grpo", "--inner", "2"], 2, "unknown argument '--inner'"),
     (["export", "x", "--to", "zip", "--out", "y"], 2, "invalid choice: 'zip'"), (["fetch", "smollm3-135m"], 2, "smollm2-135m"),
@@ -220,7 +221,7 @@ def test_sampling_is_the_same_alone_among_others_and_as_it_comes(tmp_path, capsy
     assert "the context is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_what_is_half_made_is_taken_away_when_it_is_told_to_stop(number, code, tmp_path):
     """`assay corpus`, struck while it writes: no folder, no part of one, and no process that goes on."""
     (tmp_path / "text.txt").write_text("a line of words that are long enough to take their time\n" * 2000)

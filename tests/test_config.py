@@ -1,13 +1,16 @@
 """Flags, files, help and mistakes: one dataclass is all of them."""
 
+import importlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import pytest
 
+from assay.cli import VERBS
 from assay.config import argument, from_mapping, nearest, option, parse
 from assay.errors import UsageError
+from assay.recipes.dpo_options import Dpo
 from assay.recipes.edit_options import Edit
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.options import Distill, Pretrain, Sft
@@ -157,3 +160,29 @@ def refused_with(cls: type, argv: list[str]) -> str | None:
 def test_a_missing_value_is_named():
     with pytest.raises(UsageError, match="missing path"):
         from_mapping(Flags, {}, where="here")
+
+
+@pytest.mark.parametrize(("cls", "given", "heard"), [
+    (Dpo, ["--simpo-gamma", "2"], ["--loss-type", "simpo"]),
+    (Distill, ["--beta", "0.1"], ["--divergence", "jsd"]),
+    (Distill, ["--max-new-tokens", "8"], ["--on-policy", "0.5"]),
+    (Distill, ["--max-new-tokens", "8"], ["--how", "text"]),
+])
+def test_an_option_that_another_must_be_given_for_is_refused_without_it(cls, given, heard):
+    needed = ["--model", "m", "--data", "d", "--out", "o"]
+    with pytest.raises(UsageError, match=f"{given[0]} .* has no effect without .*{heard[0]}"):
+        parse(cls, [*needed, *given], prog="assay")
+    parse(cls, [*needed, *given, *heard], prog="assay")
+    parse(cls, [*needed, given[0], str(getattr(parse(cls, needed, prog="assay"), given[0].lstrip("-").replace("-", "_")))], prog="assay")
+
+
+def test_what_a_help_asks_for_is_an_option_of_the_same_verb():
+    read = 0
+    for verb in VERBS:
+        config = importlib.import_module(f"assay.verbs.{verb.replace('-', '_')}").FLAGS
+        names = {field.name for field in fields(config)}
+        for field in fields(config):
+            if needs := field.metadata.get("needs"):
+                read += 1
+                assert {word[2:].replace("-", "_") for word in needs.split() if word.startswith("--")} <= names, field.name
+    assert read > 15

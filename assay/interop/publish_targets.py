@@ -1,6 +1,5 @@
 """Publish targets: a folder, a model repository on the Hugging Face hub, or an object store by fsspec: pushed to, listed, fetched from."""
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Protocol
 from assay.errors import AssayError, UsageError
 from assay.store import durable
 from assay.store.checkpoint import PUBLICATION
-from assay.store.model_cache import HUB_ID
+from assay.store.model_cache import HUB_ID, hub_error_types
 from assay.store.safetensors_files import inside
 
 HUB = "hf://"
@@ -104,21 +103,10 @@ class HubTarget:
     def _hub_errors(self) -> Iterator[None]:
         try:
             yield
-        except _hub_error_types() as error:
+        except hub_error_types() as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise AssayError(f"{HUB}{self.repository}: the hub refused or could not be reached: {said}; check the name, the network and "
                              "`hf auth login`") from None
-
-
-def _hub_error_types() -> tuple[type[Exception], ...]:
-    """From 1.0 on huggingface_hub speaks HTTP by httpx; before, all of its network's errors were OSErrors."""
-    from huggingface_hub.errors import EntryNotFoundError
-
-    if importlib.util.find_spec("httpx") is None:
-        return (OSError, ValueError, EntryNotFoundError)
-    import httpx
-
-    return (OSError, ValueError, EntryNotFoundError, httpx.HTTPError)
 
 
 class UrlTarget:

@@ -30,6 +30,7 @@ from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 A_LONG_RUN = 10  # minutes
+SHORTEST = 8  # tokens of the shortest row that is worth a run
 WRITTEN_STEPS = 50  # every batch is compared with the audited examples; one in so many is written down
 NEVER = 10**12
 EVALUATED_EVERY = 100  # steps, where no --save-steps is given
@@ -38,8 +39,9 @@ Spread = TypeVar("Spread")
 
 @dataclass(frozen=True)
 class Conversations:
-    """What is learned and what is held out, as tokens; and in which order. `scored_as` says what evaluations of it measure: those of
-    two runs are compared only where both say the same."""
+    """Data of a fine-tuning run: training and held-out conversations as tokens, and their order. `scored_as` names what evaluations
+    measure: those of two runs are compared only where it is the same.
+    """
 
     train: Sequence[TrainingExample]
     held_out: Sequence[TrainingExample]
@@ -51,14 +53,14 @@ class Conversations:
 
     @cached_property
     def digest(self) -> str:
-        """Of every token and weight, in order: another template, tokenizer, file or split is other data."""
+        """Digest of every token and weight, in order: another template, tokenizer, file or split is other data."""
         found = hashlib.sha256()
         for example in (*self.train, *self.held_out):
             found.update(example.id.encode() + example.tokens.tobytes() + example.weight.tobytes())
         return found.hexdigest()
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says of the data that was read up to `step`: the same at every step, which the order is a function of."""
+        """What a checkpoint records of the data read up to `step`; the order is a function of the seed, so it is the same at every step."""
         return {"conversations": self.digest, "scored_as": self.scored_as, "tokenizer": self.tokenizer, "seed": self.order.seed,
                 "examples": len(self.train), "held_out": len(self.held_out)}
 
@@ -89,7 +91,7 @@ class Conversations:
             step += 1
 
     def judge_step(self, run: Run, step: Step) -> None:
-        """As much was learned from as the audited examples of the step weigh: what came after the batch has masked nothing."""
+        """Check that the step trained on the weight of its audited examples: nothing was masked after the batch was made."""
         due = sum(float(self.order.examples[index].weight.sum()) for row in self.order.plan(step.index) for index in row)
         self._judge(run, step.index, check_supervised_weight(step.index, step.weight, due))
 
@@ -98,7 +100,7 @@ class Conversations:
             run.judge(Event.BATCH, [verdict])
 
     def check_losses(self, losses: Sequence[float], done: int, schedule: Schedule) -> list[Verdict]:
-        """What can be said of the training losses up to step `done` since the last evaluation: of next-token loss, nothing."""
+        """Verdicts on the training losses up to step `done` since the last evaluation; none for next-token loss."""
         return []
 
     def batch(self, step: int) -> Batch:
@@ -109,12 +111,12 @@ class Conversations:
 
     @property
     def rows(self) -> int:
-        """In an epoch."""
+        """Rows in an epoch."""
         return self.order.windows
 
     @property
     def last_step(self) -> int:
-        """That the data gives before it is exhausted."""
+        """The last step that the data gives before it is exhausted."""
         return self.order.steps
 
     @property
@@ -137,9 +139,9 @@ class Conversations:
 
 
 def refuse_nonsense(config: Tuned) -> None:
-    if config.max_length < 8 or config.batch_tokens < config.row_length:
-        raise UsageError(f"rows of {config.row_length} tokens, batch_tokens {config.batch_tokens}: expected at least 8, and a batch "
-                         "of at least one row")
+    if config.max_length < SHORTEST or config.batch_tokens < config.row_length:
+        raise UsageError(f"--max-length {config.max_length} makes rows of {config.row_length} tokens, --batch-tokens is "
+                         f"{config.batch_tokens}: expected a length of at least {SHORTEST}, and a batch of at least one row")
     refuse_unbudgeted(config)
 
 
@@ -220,7 +222,7 @@ def mixed(config: Tuned, examples: Sequence[Any], sources: Sequence[WeightedSour
 
 
 def mixture_in_words(order: PackedExamples, steps: int | None) -> list[str]:
-    """Of a mixture, what each source will give; else nothing."""
+    """What each source of a mixture will give, in words; nothing where there is one source."""
     return [f"mixture: {check_mixture(order, steps or order.steps).reason}"] if isinstance(order, MixedExamples) else []
 
 
@@ -272,10 +274,10 @@ def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, l
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
             *_unbalanced_in_words(start.model.config),
-            f"{counts['kept']:,} conversations to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
+            f"{counts['kept']:,} conversations to train on, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
             *unread_in_words(counts["unread"]),
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are supervised; {order.windows:,} rows of {config.max_length}, "
             f"{order.padding:.1%} padding",
             *mixture_in_words(order, steps),
             f"{config.optim} at {lr:g}, {order.rows} × {config.max_length} tokens a step, {end}, on {device}"
-            + (f"; the last {left} rows fill no step and are not read" if left > 0 else "")]
+            + (f"; the last {left} rows do not fill a step and are not read" if left > 0 else "")]

@@ -1,4 +1,4 @@
-"""Distillation: a student learns its teacher's distribution, online or from stored logits, or the text that its teacher writes."""
+"""Distillation: a student learns its teacher's distribution, online or from stored logits, or text that the teacher writes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -34,7 +34,7 @@ from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
 from assay.recipes.sft import check_forked_loss, parent_loss, tuning_optimizer, tuning_plan
-from assay.recipes.starting_model import StartingModel, load_start, made_by_first, reopen_parent
+from assay.recipes.starting_model import StartingModel, beside_live, load_start, made_by_first, reopen_parent
 from assay.recipes.teacher_text import write_teacher_text
 from assay.recipes.teachers import (
     OnlineTeachers,
@@ -56,10 +56,11 @@ NATS = 1.0  # a divergence may come near 0, where a share of it is less than rou
 
 
 def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it.
+    """Run distillation: load teacher and student, preflight, train, evaluate and save, hand over. The same command resumes an interrupted
+    run, which hands nothing over.
 
-    What is minimised is what an evaluation scores and what the best checkpoint is chosen by: the blend of teacher and text, or, where the
-    teacher writes the text, next-token loss.
+    Evaluations, and the choice of the best checkpoint, use the loss that is minimised: the blend of distillation and cross-entropy, or
+    next-token loss where the teacher writes the text.
     """
     spent = TimeSpent()
     refuse_unclear_distill(config)
@@ -144,7 +145,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        handed = hand_over(run, evaluator, partial(lessons.score, rows=micro))
+        handed = hand_over(run, evaluator, partial(lessons.score, rows=micro), beside_live(start))
         told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer, handed.places[-1])
         handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
         write_down(run, handed, **told)
@@ -156,7 +157,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
 
 
 def objective_alone(config: Distill, start: StartingModel, device: str) -> Objective:
-    """For a process that only computes: what is minimised, without the data."""
+    """The objective without the data, for a process that only computes."""
     if config.how == "text":
         return next_token
     student = Student(start.parent.config.vocab, start.tokenizer)
@@ -188,7 +189,7 @@ def refuse_unclear_distill(config: Distill) -> None:
 
 
 def with_student(config: Distill, say: Callable[[str], None], world: World) -> Distill:
-    """The options with the model that is to be trained, made first where it is some of the teacher's layers."""
+    """The options with the student's model, which is built first where it consists of some of the teacher's layers."""
     if config.student_layers is None:
         return config
     student = Path(config.out) / "student"
@@ -198,7 +199,7 @@ def with_student(config: Distill, say: Callable[[str], None], world: World) -> D
 
 
 def load_lessons(config: Distill, start: StartingModel, device: str, say: Callable[[str], None]) -> Conversations:
-    """The conversations that were given; or the teacher's words to their prompts, and held out its words to prompts not trained on."""
+    """The conversations to train on: those given, or the teacher's answers to their prompts, with its answers to other prompts held out."""
     if config.how != "text":
         return load_conversations(config, start)
     learned, held_out = write_teacher_text(config, open_teacher_model(config), start.tokenizer, device, say)
@@ -220,7 +221,9 @@ def load_teacher(config: Distill, start: StartingModel, data: Conversations, dev
 
 
 class Lessons:
-    """The conversations with what the teacher says of them: how they are scored, and what a checkpoint says of both."""
+    """Data of a distillation run: conversations with the teacher's log-probabilities, how they are scored, and what a checkpoint records
+    of both.
+    """
 
     def __init__(self, data: Conversations, teacher: Teacher | None, how: str):
         self.teacher = teacher
@@ -263,7 +266,7 @@ def scored_as(teacher: Teacher, how: str) -> str:
 
 
 def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) -> list[Verdict]:
-    """The loss is the loss, the teacher knows more than nothing, every tensor is reached and held, the data says what it should."""
+    """Distillation preflight: the loss, a teacher that knows the text, gradients of every trained tensor, and the audit of the data."""
     batch, teacher = trainer.first_micro_batch(lessons.batch(0)), lessons.teacher
     found, shown = trainer.gradients(batch), sample_rows(batch)
     several = teacher.teachers if isinstance(teacher, OnlineTeachers) else ()
@@ -285,8 +288,9 @@ def preflight_distill(trainer: Trainer, lessons: Lessons, start: StartingModel) 
 
 
 def preflight_own_words(trainer: Trainer, lessons: Lessons, own_words: OnPolicy | None) -> list[Verdict]:
-    """Of a batch of the student's own words: sampler and trainer are one student, and every teacher is asked about the token that was
-    drawn, not about its neighbour."""
+    """On-policy preflight on a batch of the student's own answers: sampler and trainer run the same student, and every teacher scores the
+    sampled token and not its neighbour.
+    """
     if own_words is None:
         return []
     planned, teacher = lessons.data.batch(0), lessons.teacher
@@ -304,7 +308,7 @@ def preflight_own_words(trainer: Trainer, lessons: Lessons, own_words: OnPolicy 
 
 
 def tell_worth(run: Run, teacher: Teacher, agreement: Agreement) -> None:
-    """What the teacher is worth on all that is held out is said once, before the student has learned anything from it."""
+    """Report the teacher's loss on all held-out text once, before the student has been trained."""
     found = agreement.estimates()
     run.log(Event.TEACHER, digest=teacher.digest, **plain({name: asdict(estimate) for name, estimate in found.items()}))
     said = f"the teacher {found['teacher_ce']}, " if "teacher_ce" in found else ""  # stored answers do not tell
@@ -313,7 +317,7 @@ def tell_worth(run: Run, teacher: Teacher, agreement: Agreement) -> None:
 
 def compare_agreement(run: Run, teacher: Teacher, start: StartingModel, data: Conversations, trainer: Trainer,
                       written: Path) -> dict[str, Any]:
-    """Of the bytes on disk, on everything held out, beside the student as it was before the first step."""
+    """Agreement of the exported student with its teacher on all held-out text, beside the student before training."""
     parent = open_artifact(start.parent.path)  # anew: on a CPU the student has learned in the tensors that were opened first
     before, after = (teacher.agreement(build_model(artifact).to(trainer.device), data.held_out_batches(trainer.micro))
                      for artifact in (parent, open_artifact(written)))
@@ -326,9 +330,9 @@ def compare_agreement(run: Run, teacher: Teacher, start: StartingModel, data: Co
 
 
 def fall(before: Agreement, after: Agreement) -> Estimate | None:
-    """By what share the KL fell, over all tokens, the same documents before and after.
+    """The share by which the KL fell over all tokens, on the same documents before and after.
 
-    None where there was none to fall: a student that is its teacher at the beginning.
+    None where the KL was 0 at the start: a student that equals its teacher.
     """
     assert before.ids == after.ids, "both read the same batches"
     start = np.maximum(before.kl * before.tokens, 0)  # rounding may leave a hair less
@@ -338,7 +342,7 @@ def fall(before: Agreement, after: Agreement) -> Estimate | None:
 
 
 def check_told(run: Run, recorded: HeldOut, held_out: int) -> Verdict:
-    """The score in the ledger is the mean over every token held out: not the last batch's loss, nor an evaluation's."""
+    """Check that the score in the ledger is the mean over every held-out token, and not the last batch's loss or another evaluation's."""
     told = [event for event in run.ledger.events() if event["kind"] == Event.HAND_OVER][-1]
     assert recorded.tokens is not None
     verdict = check_reported_loss(told["score"]["mean"], recorded.per_document, recorded.tokens)

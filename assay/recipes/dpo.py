@@ -1,4 +1,4 @@
-"""Preference learning: DPO and its relatives on pairs of answers; the whole model or an adapter, against its parent."""
+"""DPO and its variants: learning from pairs of answers, with the parent as reference; the whole model or an adapter."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -28,13 +28,14 @@ from assay.recipes.preference_data import (
     judge_live_reference,
     load_preferences,
     pairs_in,
+    refuse_idle_reference,
     score_beside_parent,
     settings_of,
 )
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.sft import check_asked_scale, check_forked_loss, judge_written_adapter, tuning_optimizer, tuning_plan
-from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.starting_model import StartingModel, beside_live, load_start
 from assay.recipes.trainer import Trainer
 from assay.store.ledger import Event
 from assay.store.remote import local_path
@@ -42,10 +43,13 @@ from assay.verdict import Verdict, unproven
 
 
 def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it."""
+    """Run preference learning: load, compute the reference, preflight, train, evaluate and save, hand over. The same command resumes an
+    interrupted run, which hands nothing over.
+    """
     spent = TimeSpent()
     refuse_nonsense(config)
     settings = settings_of(config)
+    refuse_idle_reference(config, settings)
     objective = preference(settings)
     world, say = join_processes(config, say)
     device = world.device
@@ -91,7 +95,7 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
         run.judge(Event.REFERENCE, check_parent_reference(data, start))
-        handed = hand_over(run, evaluator, partial(data.evaluated, rows=plan.micro))
+        handed = hand_over(run, evaluator, partial(data.evaluated, rows=plan.micro), beside_live(start))
         judge_written_adapter(config, run, handed)
         direction, told = compare_with_parent(run, data, start, trainer, handed.places[-1])
         return conclude_hand_over(run, handed, [direction], check_budget(trainer.schedule, trainer.done, early.reason), **told)
@@ -100,7 +104,9 @@ def dpo(config: Dpo, say: Callable[[str], None] = print_line) -> RunOutcome:
 
 
 def preflight_dpo(trainer: Trainer, data: PreferenceData, start: StartingModel) -> list[Verdict]:
-    """The loss is the loss and begins where it must, the reference is the parent, every tensor is reached, both sides answer one prompt."""
+    """DPO preflight: the loss and its known value at the start, the reference against the parent, gradients of every trained tensor, and
+    pairs that answer one prompt.
+    """
     batch = trainer.first_micro_batch(data.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
@@ -112,7 +118,7 @@ def preflight_dpo(trainer: Trainer, data: PreferenceData, start: StartingModel) 
 
 
 def check_beginning(trainer: Trainer, data: PreferenceData, loss: float) -> list[Verdict]:
-    """Nothing where the policy has left its reference already: a run that goes on."""
+    """Check the known loss at the start; no verdict for a resumed run, whose policy has left its reference."""
     return [check_loss_at_reference(loss, data.settings, trainer.model.compute_dtype)] if trainer.done == 0 else []
 
 
@@ -127,7 +133,9 @@ def reached(trainer: Trainer, found: Gradients) -> list[Verdict]:
 
 def compare_with_parent(run: Run, data: PreferenceData, start: StartingModel, trainer: Trainer,
                         handed: Path) -> tuple[Verdict, dict[str, Any]]:
-    """On all pairs held out, beside the parent: whether training went the right way, and what the bytes that were handed over prefer."""
+    """Compare the exported model with its parent on all held-out pairs: whether training went in the right direction, and what the
+    exported files prefer.
+    """
     before, trained, after = score_beside_parent(data, start, trainer, handed)
     verdict, said = check_direction(before, trained), doubts(before, after)
     run.say(f"margin {before.margin} → {after.margin}, chosen preferred {after.accuracy}")

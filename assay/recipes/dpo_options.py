@@ -17,17 +17,19 @@ class PairedOptions(Tuned):
 
     RATES: ClassVar[ByForm] = PREFERENCE_RATES
 
-    max_length: int = option("most tokens of a prompt with one of its completions; a row has room for two to four of them", group="data",
+    max_length: int = option("the most tokens of a prompt with one of its completions; a row has room for two to four of them",
+                             group="data",
                              default=1024)
-    too_long: Literal["drop", "truncate", "error"] = option("what happens to examples with a longer completion; they are cut at the end",
+    too_long: Literal["drop", "truncate", "error"] = option("what to do with examples that have a longer completion; truncate cuts at the "
+                                                            "end",
                                                             group="data", default="drop")
-    packing: bool = option("several examples share a row and do not see each other", group="data", default=True)
-    held_out: float = option("share of the prompts whose examples are never trained on and scored at every evaluation", group="evaluation",
+    packing: bool = option("pack several examples into each row; they do not attend to each other", group="data", default=True)
+    held_out: float = option("share of the prompts whose examples are never trained on, and scored at every evaluation", group="evaluation",
                              least=0, below=1, default=0.05)
     held_out_data: str | None = option("score these examples instead, and hold nothing else out", group="evaluation", metavar="FILE",
                                        default=None)
-    num_train_epochs: int = option("how often the examples are read, reshuffled each time", group="budget", least=1, default=1)
-    eval_examples: int = option("held-out examples that an evaluation scores; the model that is handed over is scored on all",
+    num_train_epochs: int = option("passes over the examples, reshuffled each time", group="budget", least=1, default=1)
+    eval_examples: int = option("held-out examples scored at each evaluation; the final model is scored on all",
                                 group="evaluation", least=2, default=256)
     learning_rate: float | None = option("peak learning rate", group="optimizer", above=0, default=None, default_text=str(PREFERENCE_RATES))
 
@@ -42,30 +44,32 @@ class AgainstReference(PairedOptions):
     """Options of the recipes that compare the policy with its parent."""
 
     reference: Literal["stored", "live"] = option(
-        "the parent's log-probabilities: of all examples once, before step 1, kept in RUN/reference (stored); or of each batch as it is "
-        "read, by the parent's frozen weights beside the policy (live)", group="method", default="stored")
+        "how the reference's log-probabilities are computed: once for all examples before step 1, into RUN/reference (stored), or for "
+        "each batch, by frozen reference weights beside the policy (live)", group="method", default="stored")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(AgainstReference):
-    """Teach a model which of two answers is preferred, the whole of it or a LoRA adapter. An interrupted run in --out goes on where it
-    stopped.
+    """Train a model on preference pairs with DPO or a variant of it, the whole model or a LoRA adapter. The same command resumes an
+    interrupted run in --out.
 
-    The reference is the model as it was given. Its log-probabilities are computed once, before step 1, and kept in RUN/reference; with
+    The reference is the starting model. Its log-probabilities are computed once, before step 1, and kept in RUN/reference; with
     --reference live they are computed for each batch.
     """
 
-    data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected, texts or lists of messages, or "
-                                   "chosen and rejected that begin alike; several files are read as one, or, each with the share of the "
-                                   "rows that come from it (a.jsonl:0.7 b.jsonl:0.3), as a mixture", group="data", metavar="FILE")
+    data: tuple[str, ...] = option("pairs: .jsonl(.gz), .parquet or .csv with prompt, chosen and rejected as texts or lists of messages, "
+                                   "or with chosen and rejected that begin alike; several files are read as one or, where each has its "
+                                   "share of the rows (a.jsonl:0.7 b.jsonl:0.3), as a mixture", group="data", metavar="FILE")
     loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "simpo", "orpo"] = option(
-        "DPO (sigmoid), by means over tokens (sigmoid_norm), IPO, SLiC's hinge, robust DPO; SimPO and ORPO, which have no reference",
+        "loss: DPO (sigmoid), DPO with means over tokens (sigmoid_norm), IPO, SLiC's hinge, or robust DPO; SimPO and ORPO, which have no "
+        "reference",
         group="method", default="sigmoid")
-    beta: float | None = option("how much the log-ratio to the reference counts; of SimPO and ORPO the weight of the preference",
+    beta: float | None = option("strength of the log-ratio to the reference; with simpo and orpo the weight of the preference",
                                 group="method", above=0, default=None, default_text=f"{BETA:g}; with --loss-type simpo {SIMPO_BETA:g}")
-    label_smoothing: float = option("share of pairs that may be labelled wrongly: with sigmoid conservative DPO, with robust unbiased",
+    label_smoothing: float = option("expected share of wrongly labelled pairs: with sigmoid conservative DPO, with robust unbiased",
                                     group="method", least=0, below=0.5, default=0.0)
-    simpo_gamma: float = option("with --loss-type simpo: the margin that the chosen answer's reward should have", group="method", least=0,
+    simpo_gamma: float = option("the margin by which the chosen answer's reward should be larger",
+                                needs="--loss-type simpo", group="method", least=0,
                                 default=0.5)
 
     def strength(self) -> float:

@@ -19,7 +19,7 @@ def drawn_json(drawn: DrawnGroups | PlayedEpisodes) -> dict[str, Any]:
         return {"everything": [group_json(group) for group in drawn.everything], "groups": [places[id(group)] for group in drawn.groups]}
     return {"episodes": [[asdict(trajectory) for trajectory in group] for group in drawn.groups],
             "sampled": [{"prompt": list(turn.prompt), "completion": asdict(turn.completion)} for turn in drawn.sampled],
-            "given": drawn.given}
+            "given": drawn.given, "over": drawn.over}
 
 
 def read_drawn(facts: Mapping[str, Any], prompts: Sequence[Prompt]) -> DrawnGroups | PlayedEpisodes:
@@ -30,7 +30,7 @@ def read_drawn(facts: Mapping[str, Any], prompts: Sequence[Prompt]) -> DrawnGrou
         return DrawnGroups([everything[place] for place in facts["groups"]], everything)
     return PlayedEpisodes([[read_trajectory(each) for each in group] for group in facts["episodes"]],
                           [SampledTurn(tuple(turn["prompt"]), kept_completion(turn["completion"])) for turn in facts["sampled"]],
-                          {name: list(rewards) for name, rewards in facts["given"].items()})
+                          {name: list(rewards) for name, rewards in facts["given"].items()}, list(facts["over"]))
 
 
 def group_json(group: Group) -> dict[str, Any]:

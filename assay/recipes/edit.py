@@ -1,4 +1,4 @@
-"""Editing facts: locate subjects, choose layers, solve for a patch, write it as a proven checkpoint, and measure what was read back."""
+"""Editing facts: find subjects, choose layers, solve for a patch, write it as a proven checkpoint, and evaluate it from disk."""
 
 import json
 import re
@@ -77,7 +77,7 @@ _MANY = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class EditOutcome(RunOutcome):
-    """All that a run found, as OUT/edits.json holds it; its `results` are estimates."""
+    """Outcome of an edit, as OUT/edits.json holds it; its `results` are estimates."""
 
     failed: list[dict[str, str]]
     refused: list[RefusedFact]
@@ -87,7 +87,7 @@ class EditOutcome(RunOutcome):
 
 
 def edit(config: Edit, say: Callable[[str], None] = print_line) -> EditOutcome:
-    """What was killed on the way begins again by the same command, and comes to the same; the report is written last."""
+    """Run an edit. A killed edit starts again with the same command and comes to the same result; the report is written last."""
     source, device = open_editable(config), require_device(config.device or default_device())
     text = edit_texts(config, source)
     with uncompiled():
@@ -142,7 +142,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
 
 
 def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
-    """The parent's tensors with the patch applied, as a checkpoint at `where`, proven in a fresh process and marked."""
+    """Write the parent's tensors with the patch applied as a checkpoint at `where`, and prove it in a fresh process."""
     changed = patched_tensors(source.tensors, patch, source.digest)
     dtype = EXPORT_DTYPES[majority_dtype(source.tensors)]
     model = assemble_model(source.config, source.tensors | changed, torch.float32)
@@ -155,7 +155,7 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, pr
 
 
 def open_editable(config: Edit) -> Artifact:
-    """What cannot be edited, or measured afterwards, is refused before the weights are built."""
+    """Open the model; refuse one that cannot be edited, or measured afterwards, before its weights are built."""
     out = Path(config.out)
     if (out / EDIT_REPORT).exists() or ((out / "model").exists() and not (out / "ledger.jsonl").exists()):
         raise UsageError(f"{out / 'model'} exists, and what was edited is never overwritten; choose another --out")
@@ -172,7 +172,9 @@ def open_editable(config: Edit) -> Artifact:
 
 
 def preflight_edit(model: Transformer, source: Artifact, facts: Sequence[Fact]) -> list[Verdict]:
-    """What must hold before anything is sought: the right places, the right targets, the model's own keys, padding that is none."""
+    """Edit preflight: subjects found at the right tokens, the right target tokens, keys that are the model's own, and padding without
+    effect.
+    """
     tokenizer = source.tokenizer
     assert tokenizer is not None
     return [check_spans(tokenizer, facts), check_rephrasings(facts), check_targets(tokenizer, facts),
@@ -181,7 +183,7 @@ def preflight_edit(model: Transformer, source: Artifact, facts: Sequence[Fact]) 
 
 
 def ends(model: Transformer, source: Artifact) -> bool:
-    """The parent's texts end, so the edited model's must."""
+    """Whether the parent's texts end, so that the edited model's must too."""
     return any(completion.ended == "stop" for completion in greedy_completions(model, source))
 
 
@@ -200,7 +202,7 @@ def goals(config: Edit) -> EditGoals:
 
 
 def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callable[[str], None]) -> tuple[list[Fact], list[RefusedFact]]:
-    """Those that can be placed, and where --known asks for it those that the model knows."""
+    """Facts to edit: those whose subject is found and, with --known, whose old answer the model gives."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
     read, refused = read_facts(Path(config.facts), config.first)
@@ -227,14 +229,14 @@ def chosen_facts(config: Edit, model: Transformer, source: Artifact, say: Callab
 
 
 def reworded(config: Edit, tokenizer: Tokenizer, facts: list[Fact]) -> list[Fact]:
-    """With the wordings in which the file asks others of their relation, as many as --rephrasings allows."""
+    """The facts with other wordings: those in which the file asks about the same relation, up to --rephrasings."""
     if not config.rephrasings:
         return facts
     return with_rephrasings(facts, read_wordings(read_facts(Path(config.facts))[0]), tokenizer, config.rephrasings, config.seed)
 
 
 def known(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], stop_ids: Sequence[int]) -> list[Fact]:
-    """Facts whose old answer the model says by itself."""
+    """Facts whose old answer the model generates by itself."""
     told = [fact for fact in facts if fact.old]
     longest = max((len(tokenizer.encode(fact.old or "")) for fact in told), default=1)
     said = greedy_texts(model, tokenizer, [fact.prompt for fact in told], longest + 2, stop_ids)
@@ -242,7 +244,7 @@ def known(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], stop_
 
 
 def require_names(facts: Sequence[Fact]) -> None:
-    """Scores are kept by name."""
+    """Refuse facts without distinct names, since scores are kept by name."""
     names = [fact.name for fact in facts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -271,7 +273,7 @@ def parsed_layers(text: str) -> list[int]:
 
 def solve_edits(config: Edit, model: Transformer, source: Artifact, facts: Sequence[Fact], layers: list[int], reading: TokenizedText,
                 watch: "Stopwatch") -> tuple[EditResult, list[Verdict]]:
-    """The patch and its evidence, and what the witness makes of each part of them."""
+    """Solve for the patch; returns it with its evidence and the witness's verdicts on each part."""
     tokenizer = source.tokenizer
     assert tokenizer is not None
     moments = second_moments(model, reading, layers if config.method != "tune" else [], source.digest)
@@ -362,7 +364,7 @@ def write_edit_report(run: Run, outcome: EditOutcome, facts: Sequence[Fact], edi
 
 
 def check_edit_report(file: Path, outcome: EditOutcome, facts: int) -> Verdict:
-    """The report lies on the disk, with every fact and every figure."""
+    """Check that the report is on disk, with every fact and every figure."""
     written = json.loads(file.read_text()) if file.is_file() else {}
     told = {name: estimate["mean"] for name, estimate in written.get("estimates", {}).items()}
     if told != {name: plain(estimate.mean) for name, estimate in outcome.results.items()} or len(written.get("facts", ())) != facts:

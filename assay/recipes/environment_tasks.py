@@ -16,11 +16,12 @@ from assay.agents.environment_pool import EnvironmentPool
 from assay.agents.episodes import EpisodeTask, PlayedEpisodes, TurnLimits, play_episodes, play_solution
 from assay.agents.tool_calls import ToolCall
 from assay.agents.trajectory import Trajectory
-from assay.agents.transcript import ChatWriter
+from assay.agents.transcript import ChatWriter, Transcript
 from assay.data.packing import hold_out
 from assay.errors import GuardStop, UsageError
-from assay.generate.generation_request import Sampling
-from assay.model.tokenizer import Tokenizer
+from assay.generate.generation_request import Completion, Sampling
+from assay.guard.trajectory_checks import check_tool_format
+from assay.model.tokenizer import Tokenizer, equal_but_for_blanks
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompts import Prompt, PromptData, PromptOrder, prompts_digest
 from assay.recipes.rewards import HELD_OUT_ADDRESS, Answered, known_means
@@ -32,6 +33,7 @@ from assay.strict_json import parse_json
 from assay.verdict import Verdict, proven, refuted, unproven
 
 TASKS_SOLVED = 8  # tasks whose solution is played before a run
+SAID_BEFORE = "the ninth of them is 5081"  # that an earlier turn said
 MOST_BY_CHANCE = 0.2  # p above which a solution that earns more than silence may be chance: of 8 tasks, a game's luck included
 ANSWER_TOKENS = 256  # of room for what an environment says to a turn, at least
 ASKED_AT_ONCE = 256  # tasks that are begun together while they are listed
@@ -158,10 +160,12 @@ class EnvironmentTasks:
                                      "back, or begin a new run")]
 
     def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
-        """A failure comes back as an error, the same seed is the same task twice, and solving one pays more than saying nothing."""
+        """A failure comes back as an error, the same seed is the same task twice, calls are read as the model's template writes them, and
+        solving a task pays more than saying nothing."""
         some = prompts.train[:: max(1, len(prompts.train) // TASKS_SOLVED)][:TASKS_SOLVED]
-        return [check_failures(self.pool), check_environment_repeats(self.pool, [task.row["seed"] for task in some]),
-                self._check_solutions(some)]
+        of_tools = [check_tool_format(tokenizer, self.writer.format)] if self.pool.tools else []
+        return [check_failures(self.pool), check_environment_repeats(self.pool, [task.row["seed"] for task in some]), *of_tools,
+                self._check_solutions(some), check_history(self.writer)]
 
     def _check_solutions(self, tasks: Sequence[Prompt]) -> Verdict:
         solved, silent = list[float](), list[float]()
@@ -184,6 +188,28 @@ class EnvironmentTasks:
         if not (effect.mean > 0 and effect.p < MOST_BY_CHANCE):
             return refuted("environment_reward", f"{words}: what is wanted does not pay", solved=float(np.mean(solved)))
         return proven("environment_reward", words, solved=float(np.mean(solved)), silent=float(np.mean(silent)))
+
+
+def check_history(writer: ChatWriter) -> Verdict:
+    """A conversation of two turns goes on as the chat template writes it, and what the policy said in the first stands in it."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    answer: list[dict[str, Any]] = [{"role": "user", "content": "!"}]
+    ids = tuple(writer.tokenizer.encode(SAID_BEFORE))
+    said = Completion(ids, (0.0,) * len(ids), "length", "", SAID_BEFORE)
+    message = writer.turn(said, "canary")
+    transcript = Transcript(writer.first([asked])[0][0], asked)
+    begun = writer.tokenizer.decode(transcript.prompt)
+    transcript.say(said, message)
+    if (why := writer.insert([(transcript, answer)])[0]) is not None:
+        return unproven("history", f"the chat template does not take a second turn: {why}", optional=True)
+    text = writer.tokenizer.decode(transcript.prompt)
+    found = [begun, text]
+    due = found if writer.tokenizer.template is None else writer.rendered([asked, [*asked, message, *answer]])
+    if SAID_BEFORE not in text or not all(map(equal_but_for_blanks, found, due)):
+        return refuted("history", f"after a turn that said {SAID_BEFORE!r} the next one is sampled after {text[-200:]!r}, and the chat "
+                                  f"template writes {due[-1][-200:]!r}: the policy does not see what it has said, or not as its template "
+                                  "has it")
+    return proven("history", "a second turn is sampled after what was said in the first, as the chat template writes it")
 
 
 def kind_of(trajectory: Trajectory) -> str:

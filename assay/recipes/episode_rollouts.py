@@ -26,6 +26,8 @@ from assay.guard.policy_identity import LogprobFloor, OutgrownFloor, check_ident
 from assay.guard.policy_loss_checks import check_advantages, check_counted
 from assay.guard.rollout_checks import SiblingCounts, check_none_held_out, check_planned_prompts, rollout_metrics
 from assay.guard.trajectory_checks import (
+    check_episode_ends,
+    check_episode_figures,
     check_episode_rewards,
     check_every_turn,
     check_inserted_ids,
@@ -175,6 +177,8 @@ class EpisodeCollector:
                 check_token_law(rollout.batch, sampled, counted, stop_ids=self.sampler.engine.stop_ids, cap=config.max_completion_length),
                 check_trajectory_weights(rollout.batch, every, rollout.counted_N, config.normalisation, self.cap),
                 check_episode_rewards(every, flat, rollout.played.given),
+                check_episode_ends(every, rollout.played.over, config.max_turns),
+                check_episode_figures(self.measure(rollout), every),
                 check_kinds(self.environment.counts.dropped, self.environment.counts.played, config.reward_errors),
                 *of_draws, *self.sampler.verdicts(),
                 check_planned_prompts(self.due_prompts(rollout), self.train_ids, seed=config.seed,

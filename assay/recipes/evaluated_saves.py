@@ -17,14 +17,14 @@ class EvaluatedSaves:
         self.trainer, self.data, self.evaluator, self.early = trainer, data, evaluator, early
 
     def resume(self) -> None:
-        """From the newest checkpoint, where there is one, with what the evaluations up to it found."""
+        """Resume from the newest checkpoint, if there is one, and recall the evaluations up to it."""
         if (saved := self.run.newest()) is not None:
             self.trainer.resume(saved, self.data.check_same((saved.trainer() or {})["data"]))
         self.evaluator.recall()
         self.early.judge(self.trainer.done)
 
     def save_start(self) -> None:
-        """Where nothing is saved yet: a save is made and proven before step 1, and what the run begins with is evaluated."""
+        """Save, prove and evaluate the starting model before step 1, where nothing is saved yet."""
         self.trainer.save(self.data.facts(self.trainer.done))
         if self.trainer.done == 0 and not self.evaluator.history.steps:
             self.evaluator.evaluate(self.trainer.model, 0, [])

@@ -47,7 +47,7 @@ class EvalHistory:
                                       **more}])
 
     def recall(self) -> list[dict[str, Any]]:
-        """What was seen before the run was interrupted, up to the step it goes on from."""
+        """Recall the evaluations made before the run was interrupted, up to the step that it resumes from."""
         rows = [row for row in read_json_lines(self.file) if row["step"] <= self.run.going_on_from]
         rewrite_json_rows(self.file, rows)
         for row in rows:
@@ -154,7 +154,7 @@ class HeldOutEvaluator:
 
 
 def interval_columns(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """Of a line of metrics: each estimate with the ends of its interval."""
+    """Columns of a line of metrics: each estimate with the ends of its interval."""
     return {f"{name}{end}": value for name, estimate in estimates.items()
             for end, value in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))}
 
@@ -162,7 +162,7 @@ def interval_columns(estimates: Mapping[str, Estimate]) -> dict[str, float]:
 
 
 def stopping_rule(patience: int, worth: float, *, schedule: str, steps: int | None, every: int) -> StoppingRule | None:
-    """What was asked for, or a refusal before anything is spent; None where nothing was."""
+    """The early-stopping rule of the options, or None; a rule that makes no sense is refused before training."""
     if not patience:
         return None
     if steps is None:
@@ -187,7 +187,7 @@ class EarlyStopping:
         self._planned = False
 
     def judge(self, step: int) -> None:
-        """After every evaluation, and after those of earlier sittings were recalled: a function of them alone."""
+        """Decide whether to stop, after every evaluation and after a resume; a function of the evaluations alone."""
         rule, seen = self.rule, [self.history.score_at(step) for step in self.history.steps if step and step % self.every == 0]
         if rule is None or self.reason is not None or len(seen) < rule.before_first_look:
             return

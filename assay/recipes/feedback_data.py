@@ -27,6 +27,7 @@ from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap
 from assay.guard.example_checks import FlatExamples
 from assay.guard.kto_checks import check_feedback, check_kto_moves, feedback_doubts, unbalanced
+from assay.guard.preference_checks import check_contradictions, check_held_out_prompts, moved_reference
 from assay.learn.lr_schedule import Schedule
 from assay.learn.unpaired import KtoSettings, with_baseline
 from assay.model.transformer import Transformer, parameter_count
@@ -64,7 +65,9 @@ class FeedbackData(PreferenceData):
         embed = start.model.embed.weight.detach().cpu().float()
         return [*audit_each(own, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, length=self.length,
                             seed=self.order.seed),
-                check_feedback(self.train), check_duplicates(own), check_overlap(own, held_out, ()), self.audit_order()]
+                check_feedback(self.train), check_duplicates(own),
+                check_contradictions([pair.preference for pair in self.train], "answer"), check_overlap(own, held_out, ()),
+                check_held_out_prompts(self.train, self.held_out, "answer"), self.audit_order()]
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
         """With the reference, and without a KL: an evaluation estimates its own, of the model that it scores."""
@@ -95,6 +98,11 @@ class FeedbackData(PreferenceData):
     def sample(self) -> Batch:
         chosen = evenly(self.train, ASKED_AGAIN)[:ASKED_AGAIN]
         return self.answered(feedback_rows([[pair] for pair in chosen], self.order.length))
+
+    def sample_off_reference(self) -> Batch:
+        """The sample against a reference that the policy has left: at its own the KL is 0, however it is estimated."""
+        assert self.policy is not None
+        return with_baseline(self.policy, moved_reference(self.sample()), self.micro)
 
 
 def kto_settings(config: Kto) -> KtoSettings:
@@ -133,11 +141,11 @@ def describe_feedback(config: Kto, start: StartingModel, data: FeedbackData, lr:
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
-            f"{good:,} desirable and {len(data.train) - good:,} undesirable answers to learn from, {counts['truncated']} truncated, "
-            f"{dropped}; {len(data.held_out):,} held out, of other prompts",
+            f"{good:,} desirable and {len(data.train) - good:,} undesirable answers to train on, {counts['truncated']} truncated, "
+            f"{dropped}; {len(data.held_out):,} held out",
             *unread_in_words(data.rendered.unread), *([doubt] if doubt else []),
             f"{settings.loss} loss, beta {settings.beta:g}; the reference is {start.parent.digest[:12]}",
             f"{order.windows:,} rows of {order.length}, {order.padding:.1%} padding, {order.examples_a_row:.1f} answers a row, "
             "each with one of another prompt beside it",
             *mixture_in_words(order, data.steps),
-            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]
+            f"{config.optim} at {lr:g}, {order.rows} × {order.length} tokens a step, {end}, on {device}"]

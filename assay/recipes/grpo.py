@@ -1,6 +1,6 @@
-"""Reinforcement learning: groups of completions by the policy itself, scored, and the better ones made likelier. GRPO and its family."""
+"""GRPO and its variants: the policy samples groups of completions, rewards score them, and the better ones are made likelier."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -52,9 +52,10 @@ from assay.verdict import Verdict
 
 
 def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it.
+    """Run GRPO: load, preflight, then sample, reward, train, evaluate and save; hand over the best. The same command resumes an
+    interrupted run, which hands nothing over.
 
-    A step is one update. A rollout begins at every multiple of `num_iterations` steps, and only there is anything saved.
+    A step is one update. A rollout begins at every multiple of `num_iterations` steps, and checkpoints are saved only there.
     """
     spent = TimeSpent()
     refuse_unclear_grpo(config)
@@ -160,13 +161,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
                     measured = collector.measure(rollout) | ahead.measure(rollout) if first else None
-                    found, verdicts = averages(step.metrics), list[Verdict]()  # waits for the GPU
-                    in_force = collector.floors.over(floor)
-                    if measured is not None:
-                        verdicts += [check_on_policy(found, in_force, config.epsilon),
-                                     check_measured(measured, found, *rollout.scored, entropy=asked.wants_entropy)]
-                    if measured is not None and reference is not None:
-                        verdicts.append(check_reference(found["kl"], rollout.updates, in_force, reference.fingerprint, reference.used))
+                    found = averages(step.metrics)  # waits for the GPU
+                    verdicts = [] if measured is None else check_first_update(asked, rollout, measured, found, collector.floors.over(floor),
+                                                                             reference)
                     history.add(step, found, measured)
                     run.judge_often(Event.STEP, [*verdicts, *history.verdicts()])
                     history.say_warnings(step.index)
@@ -191,13 +188,24 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         return hand_over_best(run, evaluator, prompts, start, sampler_of, device, budget)
 
 
+def check_first_update(asked: Surrogate, rollout: Any, measured: Mapping[str, float], found: Mapping[str, float], floor: LogprobFloor,
+                       reference: Reference | None) -> list[Verdict]:
+    """Verdicts on the first update of a rollout: it is on-policy, its figures recount, and the KL is measured from the reference."""
+    verdicts = [check_on_policy(found, floor, asked.epsilon),
+                check_measured(measured, found, *rollout.scored, entropy=asked.wants_entropy)]
+    if reference is not None:
+        verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
+    return verdicts
+
+
 def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
                    sampler_of: Callable[[Transformer], Sampler], device: str, budget: Verdict) -> RunOutcome:
-    """The chosen checkpoint, proven as `RUN/model` (and `RUN/adapter`), and whether it is better than its parent on prompts that nothing
-    was chosen by."""
+    """Export the chosen checkpoint as `RUN/model` (and `RUN/adapter`), prove it, and test whether it is better than its parent on prompts
+    that were not used to choose it.
+    """
     (step, why), metric = evaluator.chosen(), evaluator.rewards.metric.name
     chosen = step_folder(run.checkpoints, step)
-    run.say(f"handed over: {chosen.name}; {why}")
+    run.say(f"final model: {chosen.name}; {why}")
     places, verdicts = export_best(run, chosen)
     to = straight_to(device, {} if run.config.fsdp else frozen_tensors(start.model))
     before, saved, after = (
@@ -229,10 +237,11 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
 
 def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: StartingModel, batch: Batch,
                    drawn: Drawn, floor: LogprobFloor) -> list[Verdict]:
-    """Sampler and trainer are one policy; the loss is the one that was asked for, and pulls the way it should; seeds count.
+    """GRPO preflight: sampler and trainer run the same policy, the loss is the one that was asked for, its gradient points the right way,
+    and seeds reach the sampler.
 
-    Precision is not asked about: before the first rewards a policy's gradient is the sum of terms that cancel, and rounding is what is
-    left of it. What is asked of precision here is that sampler and trainer agree.
+    There is no precision check here: before the first rewards a policy's gradient is a sum of cancelling terms, of which rounding
+    remains. Instead sampler and trainer must agree.
     """
     model, objective, asked = trainer.model, trainer.objective, collector.asked
     found = trainer.gradients(trainer.first_micro_batch(collector.layout.packed(batch).batch))
@@ -309,7 +318,7 @@ def surrogate_of(config: Grpo, device: str) -> Surrogate:
 
 
 def annealed(batch: Batch, asked: Surrogate, config: Grpo, step: int) -> Iterator[Batch]:
-    """The rollout's batch as often as it is learned from, with the entropy bonus of each step."""
+    """The rollout's batch, repeated as often as it is trained on, with the entropy bonus of each step."""
     for later in range(step, step + config.num_iterations):
         if isinstance(asked.entropy_weight, torch.Tensor):
             asked.entropy_weight.fill_(config.entropy_weight * config.entropy_decay**later)
@@ -317,7 +326,7 @@ def annealed(batch: Batch, asked: Surrogate, config: Grpo, step: int) -> Iterato
 
 
 def evaluation_plan(config: Grpo, prompts: PromptData, schedule: Schedule, every: int) -> EvaluationPlan:
-    """By what the run samples, where its length is known."""
+    """How many prompts and completions an evaluation samples: by what the run itself samples, where its length is known."""
     steps = schedule.stop_at
     rollouts = None if steps is None else steps // config.num_iterations
     looks = 2 if steps is None else 1 + -(-steps // every)  # the parent, every so many steps, the last
@@ -337,7 +346,7 @@ def held_out_sampling(config: Grpo, looks: EvaluationPlan) -> Sampling:
 
 
 def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
-    """A run ends where a rollout does."""
+    """Learning-rate schedule of the run, which ends with a whole rollout."""
     steps = None if config.minutes is not None else config.max_steps or prompts.steps
     prompts.order.drawn((steps or config.num_iterations) // config.num_iterations - 1)  # refused now, where the data does not suffice
     warmup = min(config.warmup_steps, steps // 4) if steps else config.warmup_steps
@@ -345,18 +354,18 @@ def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
 
 
 def longest_sequence(config: Grpo, prompts: PromptData, rewards: Rewards | EnvironmentTasks) -> int:
-    """Tokens of what is sampled and trained on in one row, at most."""
+    """The most tokens of a sequence that is sampled and trained on in one row."""
     return config.max_completion_length + prompts.longest if isinstance(rewards, Rewards) else rewards.longest(prompts)
 
 
 def whole_rollouts(steps: int, inner: int) -> int:
-    """So many steps, or the few more that end a rollout; 0 is never."""
+    """A number of steps, rounded up to the end of a rollout; 0 stays 0 (never)."""
     return -(-steps // inner) * inner or NEVER
 
 
 def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: float, schedule: Schedule, device: str,
               judge: JudgeReward | None) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, printed before training."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     end = f"{schedule.stop_at:,} steps" if schedule.stop_at else f"{config.minutes:g} minutes"
     things = ("prompts", "completions") if config.environment is None else (f"tasks of {config.environment}",
@@ -364,7 +373,7 @@ def describe_grpo(config: Grpo, start: StartingModel, prompts: PromptData, lr: f
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
-            f"{len(prompts.train):,} prompts to learn from, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
+            f"{len(prompts.train):,} prompts to train on, {len(prompts.held_out):,} held out, {prompts.dropped} dropped as too long",
             *(f"mixture: {said.reason}" for said in prompts.check_shares(schedule.stop_at or prompts.updates)),
             f"{prompts.order.places} {things[0]} × {config.num_generations} {things[1]} of at most {config.max_completion_length} tokens a "
             f"rollout, {config.num_iterations} updates; {config.optim} at {lr:g}, {end}, on {device}"

@@ -52,17 +52,18 @@ class HandedOver(NamedTuple):
     verdicts: list[Verdict]
 
 
-def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) -> HandedOver:
+def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, base: Destination | None = None) -> HandedOver:
     """`RUN/model` is the best checkpoint as a plain Hugging Face folder, proven; `score_all` scores it, and that is the run's score.
 
-    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged, where that is wanted.
+    Of an adapter, `RUN/adapter` is the adapter as a PEFT folder, and `RUN/model` the two merged, where that is wanted. Its `base` is read
+    anew, and goes where the run's own lies: a second copy would find no room on a GPU that the run itself just fits on.
     """
     best = evaluator.best_checkpoint()
     assert best is not None, "a run ends with an evaluation"
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
     to = straight_to(evaluator.device or default_device())
-    opened = OpenedBases(to)
+    opened = OpenedBases(base or to)
     with ThreadPoolExecutor(1, "export") as beside:
         exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
         with run.spent.part("evaluation"):
@@ -80,7 +81,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut) ->
 
 
 def check_forgetting(run: Run, place: Path, device: str | None) -> list[Verdict]:
-    """With --suite: what is handed over, read from its bytes, beside the model that the run began with, on the suite's tasks and probes."""
+    """With --suite: compare the exported model, read from disk, with the starting model on the suite's tasks and probes."""
     config = run.config
     if not isinstance(config, Trained) or config.suite is None:
         return []
@@ -121,14 +122,14 @@ def check_last_evaluated(run: Run, evaluated: int | None) -> list[Verdict]:
 
 
 def check_chosen(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:
-    """By the scores in metrics.jsonl."""
+    """Check the choice of the best checkpoint against the scores in metrics.jsonl."""
     printed = {row["step"] + 1: row["eval_loss"] for row in read_json_lines(run.metrics_file) if isinstance(row.get("eval_loss"), float)}
     known = {step: loss for step, loss in printed.items() if step in evaluator.history.steps and math.isfinite(loss)}
     return [check_best(evaluator.best_step(), known)] if known else []
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
-    """Where the model that the run began with was scored: whether what is handed over is better, and a word where it is not."""
+    """Whether the exported model is better than the starting model, where that was scored; with a warning where it is not."""
     history, best = evaluator.history, evaluator.best_step()
     if not history.steps or history.steps[0] != 0 or history.steps[-1] == 0:
         return []
@@ -149,7 +150,7 @@ def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> No
 
 
 def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
-    """Where a --remote was named: whether what is handed over, hallmark or quarantine included, lies there."""
+    """With --remote: whether the exported model, hallmark or quarantine included, is at the URL."""
     if run.remote is None:
         return []
     verdict = run.remote.send_model(places)
@@ -158,7 +159,9 @@ def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
 
 
 def conclude_hand_over(run: Run, handed: HandedOver, judged: list[Verdict], budget: Verdict, **told: Any) -> RunOutcome:
-    """Where one of the `judged` goes against what was handed over, its hallmark is taken back; then everything is written down."""
+    """Conclude the run: where a verdict of `judged` refutes the exported model its hallmark is taken back; then everything is written to
+    the ledger.
+    """
     void_if_refuted(run, handed.places, judged)
     handed.verdicts.extend([*judged, budget])
     write_down(run, handed, **told)
@@ -166,7 +169,7 @@ def conclude_hand_over(run: Run, handed: HandedOver, judged: list[Verdict], budg
 
 
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
-    """In the ledger, with whatever `more` the recipe has to say of `RUN/model`."""
+    """Write the hand-over to the ledger, with what `more` the recipe has to say of `RUN/model`."""
     recorded = handed.recorded
     run.log(Event.HAND_OVER, checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
                       verdicts=plain([verdict.to_json() for verdict in handed.verdicts]))
@@ -231,7 +234,7 @@ def export_proven(best: Path, where: Path, form: Literal["peft"] | None = None, 
 
 
 def check_weight_set(best: Path, where: Path) -> Verdict:
-    """What lies at `where` is the set that was scored, bit for bit, and not the other one."""
+    """Check that the weights at `where` are, bit for bit, the set that was scored (raw or averaged), and not the other one."""
     due, found = (_as_stored(where, artifact) for artifact in (scored_set(open_artifact(best)), open_artifact(where)))
     assert due.keys() == found.keys(), "both were opened strictly, as the same architecture"
     wrong = sorted(name for name in due if not torch.equal(due[name], found[name]))

@@ -1,4 +1,4 @@
-"""KTO: learning from single answers that were called desirable or undesirable; the whole model or an adapter, against its parent."""
+"""KTO: learning from single answers labelled desirable or undesirable, with the parent as reference."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -37,7 +37,7 @@ from assay.recipes.preference_data import (
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.sft import check_asked_scale, check_forked_loss, judge_written_adapter, tuning_optimizer, tuning_plan
-from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.starting_model import StartingModel, beside_live, load_start
 from assay.recipes.trainer import Trainer
 from assay.store.ledger import Event
 from assay.store.remote import local_path
@@ -45,10 +45,11 @@ from assay.verdict import Verdict
 
 
 def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it.
+    """Run KTO: load, compute the reference, preflight, train, evaluate and save, hand over. The same command resumes an interrupted run,
+    which hands nothing over.
 
-    Before every step the policy as it is reads the mismatched completions of the whole step, and their mean log-ratio is the KL that
-    all examples of the step are compared with.
+    Before every step the current policy scores the mismatched completions of the whole step; their mean log-ratio is the KL that all
+    examples of the step are compared with.
     """
     spent = TimeSpent()
     refuse_nonsense(config)
@@ -98,7 +99,7 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
         run.judge(Event.REFERENCE, check_parent_reference(data, start))
-        handed = hand_over(run, evaluator, partial(data.evaluated, rows=plan.micro))
+        handed = hand_over(run, evaluator, partial(data.evaluated, rows=plan.micro), beside_live(start))
         judge_written_adapter(config, run, handed)
         direction, told = compare_feedback(run, data, start, trainer, handed.places[-1])
         return conclude_hand_over(run, handed, [direction], check_budget(trainer.schedule, trainer.done, early.reason), **told)
@@ -107,13 +108,15 @@ def kto(config: Kto, say: Callable[[str], None] = print_line) -> RunOutcome:
 
 
 def preflight_feedback(trainer: Trainer, data: FeedbackData, start: StartingModel) -> list[Verdict]:
-    """The loss is the loss and begins where it must, the KL is the mismatched completions', the reference is the parent."""
+    """KTO preflight: the loss and its known value at the start, the KL of the mismatched completions, and the reference against the
+    parent.
+    """
     whole = data.batch(0)
     batch = trainer.first_micro_batch(whole)
     found = trainer.gradients(batch)
     with uncompiled():
         return [check_detectors(), *check_first_loss(trainer, data, float(batch.weight.sum()) * found[0] / pairs_in(batch.ids), batch.ids),
-                *([check_kl_estimate(trainer.model, data.sample().to(trainer.device))] if data.settings.has_baseline else []),
+                *([check_kl_estimate(trainer.model, data.sample_off_reference().to(trainer.device))] if data.settings.has_baseline else []),
                 *check_parent_reference(data, start),
                 *preflight_kto(trainer.model, trainer.objective, sample_rows(batch), data.settings, trainer.accumulate_alone),
                 *trainer.check_precision(batch, found), *trainer.check_reach(found),
@@ -121,7 +124,7 @@ def preflight_feedback(trainer: Trainer, data: FeedbackData, start: StartingMode
 
 
 def check_first_loss(trainer: Trainer, data: FeedbackData, loss: float, ids: tuple[Any, ...]) -> list[Verdict]:
-    """Nothing where the policy has left its reference already: a run that goes on."""
+    """Check the known loss at the start; no verdict for a resumed run, whose policy has left its reference."""
     if trainer.done:
         return []
     return [check_kto_loss_at_reference(loss, data.labels(ids), data.settings, trainer.model.compute_dtype)]
@@ -131,7 +134,9 @@ def check_first_loss(trainer: Trainer, data: FeedbackData, loss: float, ids: tup
 
 def compare_feedback(run: Run, data: FeedbackData, start: StartingModel, trainer: Trainer,
                      handed: Path) -> tuple[Verdict, dict[str, Any]]:
-    """On all answers held out, beside the parent: whether training went the right way, and what the bytes that were handed over hold."""
+    """Compare the exported model with its parent on all held-out answers: whether training went in the right direction, and what the
+    exported files score.
+    """
     before, trained, after = score_beside_parent(data, start, trainer, handed)
     verdict, said = check_feedback_direction(before, trained), feedback_doubts(before, after)
     margin = None if after.one_sided else asdict(after.margin())

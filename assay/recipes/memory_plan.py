@@ -1,8 +1,8 @@
 """Memory plan: what a run will take on its device and its disk, by part, from config and headers alone; and what would fit instead.
 
-The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache), the larger of
-what a step and what the preflight add for a while, and the copy of weights and moments that a save takes on the device where there is
-room. What torch and CUDA take for themselves is not in it.
+The arithmetic is of what must be held at once: everything that stays (weights, masters, gradients, moments, a cache), and the larger
+of what the preflight adds for a while, and of what a step adds beside the copy of weights and moments that a save takes on the device
+where there is room. What torch and CUDA take for themselves is not in it.
 """
 
 import math
@@ -81,7 +81,7 @@ class PlannedWork:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by part. The parts add up to the peak: what the preflight takes counts as far as a step does not take it later."""
+    """Bytes by part. The parts add up to the peak: what the preflight takes counts as far as a step and a save do not take it later."""
 
     model: PlannedModel
     work: PlannedWork
@@ -96,7 +96,17 @@ class MemoryPlan:
     @property
     def least(self) -> int:
         """What it cannot do without: a sampler takes fewer slots, and a save copies to the host, where there is less room."""
-        return self.total - self.parts["cache"] - self.parts["saving"]
+        return self.on_device_at_least - self.parts["cache"]
+
+    @property
+    def on_device_at_least(self) -> int:
+        """With saves that copy to the host. Where the preflight takes more than a step and a save, they save nothing."""
+        return self.total - (0 if self.parts["preflight"] else self.parts["saving"])
+
+    @property
+    def steps(self) -> int:
+        """What steps take, without a preflight before them and saves beside them."""
+        return self.total - self.parts["preflight"] - self.parts["saving"]
 
     def lines(self) -> list[str]:
         """For people."""
@@ -130,8 +140,9 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     a_checkpoint = (MASTER + work.moments + MASTER * work.averaged) * trained
     if work.base_dtype in STORED_BITS:
         activations += unpacked_bytes(config, work.compute)
-    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits),
-              "saving": 0 if wide else a_checkpoint}
+    saving = 0 if wide or work.processes > 1 else a_checkpoint
+    stays |= {"activations": activations, "logits": logits, "preflight": max(0, preflight - activations - logits - saving),
+              "saving": saving}
     if work.processes > 1 and work.slots:  # process 0 samples from a copy of its own, and holds the reference whole
         stays |= {"sampler": work.compute * model.parameters, "reference": (frozen + MASTER * trained) * work.reference}
     if work.processes > 1:
@@ -144,11 +155,11 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
 
 
 def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
-    """What differs with --fsdp: each process holds its part of what stays, and copies to the host to save. Before step 1 process 0 holds
+    """What differs with --fsdp: each process holds its part of what stays. Before step 1 process 0 holds
     the model and its gradients whole, but no moments: what that takes more counts as the preflight's."""
     parts = {name: -(-whole[name] // processes) for name in ("weights", "masters", "gradients", "moments", "average")}
     before = sum(whole[name] for name in ("weights", "masters", "gradients", "average")) + whole["preflight"]
-    return parts | {"preflight": max(0, before - sum(parts.values())), "saving": 0}
+    return parts | {"preflight": max(0, before - sum(parts.values()))}
 
 
 def streamed_bytes(config: ModelConfig, trained: int, processes: int, *, adapter: bool) -> int:
@@ -206,13 +217,15 @@ def logit_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
 
 
 def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, whole: bool) -> int:
-    """In fp32 a row or a few at a time, activations made again; two more sets of gradients are held, and the logits of a row whole."""
+    """In fp32 a row or a few at a time, activations made again; two more sets of gradients are held. The head, widened, and a row's logits
+    come when no layer is being made again, and a layer, its frozen MLP widened, when they are gone."""
     row = min(work.length, 2048)
     large = sum(map(math.prod, parameter_shapes(config).values())) >= LARGE
     shown, together = (min(row, 256), row) if large else (row, max(row, min(work.tokens, TOKENS_TOGETHER_FP32)))
-    streams, a_layer = config.depth * config.width * MASTER * together, 2 * layer_entries(config) * MASTER * together
-    widened = MASTER * config.vocab * config.width + 2 * MASTER * config.width * config.hidden * (0 if whole else 3)
-    return 2 * MASTER * trained + streams + a_layer + 3 * MASTER * shown * config.vocab + widened
+    streams, a_layer = config.depth * config.width * MASTER * together, 3 * layer_entries(config) * MASTER * together // 2
+    mlp = MASTER * config.width * config.hidden * (0 if whole else 3)
+    head = MASTER * config.vocab * config.width
+    return 2 * MASTER * trained + streams + max(head + 3 * MASTER * shown * config.vocab, a_layer + mlp)
 
 # ---------------------------------------------------------------- from options
 
@@ -313,7 +326,7 @@ def device_memory(device: str) -> int | None:
 def alternatives(found: MemoryPlan, available: int) -> list[str]:
     """Settings that would fit, the least change first, in the options that say them."""
     return [f"{words} ({made.total / GIB:.1f} GiB)" for words, made in _variants(found)
-            if made.total - made.parts["saving"] <= available][:3]
+            if made.on_device_at_least <= available][:3]
 
 
 def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:

@@ -12,7 +12,14 @@ from assay.data.chat import render_conversations
 from assay.data.layouts import read_conversations
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut, score_examples
-from assay.guard.merge_checks import check_ancestry, check_effect, check_merged_bytes, check_relatives, check_same_shape
+from assay.guard.merge_checks import (
+    check_ancestry,
+    check_effect,
+    check_kept_layers,
+    check_merged_bytes,
+    check_relatives,
+    check_same_shape,
+)
 from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.model.merging import WITH_BASE, Merge, merged_models
@@ -24,7 +31,7 @@ from assay.recipes.merge_options import MeasuredWriting, MergeModels, PruneLayer
 from assay.recipes.run import print_line
 from assay.recipes.teachers import with_layers
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact
-from assay.store.checkpoint import write_checkpoint
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, write_checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, unproven
 
@@ -34,6 +41,7 @@ ROWS = 8  # conversations at a time, where an effect is measured
 def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOutcome:
     """Nothing is written where the parents are not of one model."""
     asked, paths = asked_merge(config)
+    require_new_folder(Path(config.out))
     parents = [open_artifact(path) for path in paths]
     base = None if config.base is None else open_artifact(config.base)
     every = [*([] if base is None else [base]), *parents]
@@ -42,6 +50,7 @@ def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOu
         verdicts += [check_relatives(every), check_ancestry(parents, base)]
     if any(verdict.outcome is Outcome.REFUTED for verdict in verdicts):
         return RunOutcome(Path(config.out), verdicts)
+    batches = data_batches(config, parents[0])
     models, ground = [whole_tensors(parent) for parent in parents], None if base is None else whole_tensors(base)
     made = {"merged": {"method": asked.method, "density": asked.density, "seed": asked.seed, "base": None if base is None else base.digest,
                        "parents": [{"weights": parent.digest, "path": str(parent.path.resolve()), "weight": weight}
@@ -51,29 +60,26 @@ def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOu
     verdicts.append(check_merged_bytes(open_artifact(config.out).tensors, asked, models, ground))
     say(f"{config.out}: {asked.method} of {', '.join(f'{path} × {weight:g}' for path, weight in zip(paths, asked.weights, strict=True))}")
     names = {("base " if parent is base else "") + str(parent.path): parent for parent in every}
-    return RunOutcome(Path(config.out), [*verdicts, *measured_effect(config, names, say)], model=Path(config.out))
+    return made_outcome(config, [*verdicts, *measured_effect(config, batches, names, say)])
 
 
 def prune(config: PruneLayers, say: Callable[[str], None] = print_line) -> RunOutcome:
+    require_new_folder(Path(config.out))
     source = open_artifact(config.model)
     if bool(config.layers) == bool(config.drop):
         raise UsageError("say which layers go: --layers, a number of those that do least on --data, or --drop, their places; one of them")
-    dropped = sorted(config.drop) if config.drop else least_influential(config, source, say)
+    batches = data_batches(config, source)
+    dropped = sorted(config.drop) if config.drop else least_influential(config, source, batches, say)
     kept = [layer for layer in range(source.config.depth) if layer not in dropped]
-    if not kept or len(kept) + len(set(dropped)) != source.config.depth:
+    if not kept or len(kept) + len(dropped) != source.config.depth:
         raise UsageError(f"--drop {' '.join(map(str, dropped))} of a model with layers 0 to {source.config.depth - 1}: expected some of "
                          "them, each once, and one at least to stay")
     geometry, tensors = with_layers(source.config, whole_tensors(source), kept)
     made = {"made_of": {"weights": source.digest, "path": str(source.path.resolve()), "layers": kept}}
     verdicts = write_made(Path(config.out), source, assemble_model(geometry, tensors, torch.float32), made)
-    written = open_artifact(config.out).tensors
-    same = all(torch.equal(written[name].float(), tensor.float()) for name, tensor in tensors.items())
-    if not same:
-        raise UsageError(f"{config.out}: a tensor is not its source's; prune again onto a sound disk")
-    verdicts.append(proven("arithmetic", f"layers {', '.join(map(str, kept))} of {source.config.depth}: every tensor is its source's"))
+    verdicts.append(check_kept_layers(open_artifact(config.out).tensors, whole_tensors(source), kept))
     say(f"{config.out}: {source.path} without layers {', '.join(map(str, dropped))}")
-    return RunOutcome(Path(config.out), [*verdicts, *measured_effect(config, {str(source.path): source}, say, bound=False)],
-                      model=Path(config.out))
+    return made_outcome(config, [*verdicts, *measured_effect(config, batches, {str(source.path): source}, say, bound=False)])
 
 # ---------------------------------------------------------------- what is asked for
 
@@ -104,25 +110,34 @@ def whole_tensors(artifact: Artifact) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- what is written, and what it did
 
 
-def write_made(where: Path, source: Artifact, model: Transformer, made: Mapping[str, Any]) -> list[Verdict]:
-    """A checkpoint that says what it was made of, and what a fresh process says of it."""
+def require_new_folder(where: Path) -> None:
     if where.exists():
         raise UsageError(f"{where} exists already; give another --out")
+
+
+def write_made(where: Path, source: Artifact, model: Transformer, made: Mapping[str, Any]) -> list[Verdict]:
+    """A checkpoint that says what it was made of, and what a fresh process says of it."""
     write_checkpoint(where, model_contents(model.eval(), source.tokenizer, source.stops, Lineage("new"), run_config=dict(made)))
     return prove_checkpoint(where, probing=ProofSampling(samples=0))
 
 
-def measured_effect(config: MeasuredWriting, parents: Mapping[str, Artifact], say: Callable[[str], None], *,
-                    bound: bool = True) -> list[Verdict]:
+def made_outcome(config: MeasuredWriting, verdicts: list[Verdict]) -> RunOutcome:
+    """The bytes were proven by themselves: where a verdict on what they should be goes against them, their hallmark is taken back."""
+    where, against = Path(config.out), [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
+    if against:
+        quarantine_checkpoint(open_checkpoint(where), against)
+    return RunOutcome(where, verdicts, model=where)
+
+
+def measured_effect(config: MeasuredWriting, batches: Sequence[Batch] | None, parents: Mapping[str, Artifact], say: Callable[[str], None],
+                    *, bound: bool = True) -> list[Verdict]:
     """Loss on the conversations of --data, of everything that went in and of the bytes that came out. A model that lost layers is not
     `bound` to be as good as it was: how much worse it is, is the answer."""
-    if config.data is None:
+    if batches is None:
         return [unproven("effect", "no --data was given: what the model is good for is not known", optional=True)]
-    made = open_artifact(config.out)
-    batches = data_batches(config, made)
     device = require_device(config.device or default_device())
     before = {name: loss_on(parent, batches, device) for name, parent in parents.items()}
-    after = loss_on(made, batches, device)
+    after = loss_on(open_artifact(config.out), batches, device)
     for name, found in before.items():
         say(f"held-out loss of {name}: {found.estimate}")
     verdict = check_effect(before, after)
@@ -132,7 +147,11 @@ def measured_effect(config: MeasuredWriting, parents: Mapping[str, Artifact], sa
     return [verdict]
 
 
-def data_batches(config: MeasuredWriting, artifact: Artifact) -> list[Batch]:
+def data_batches(config: MeasuredWriting, artifact: Artifact) -> list[Batch] | None:
+    """Read before anything is written: what cannot be measured is refused while there is nothing to lose. None without --data."""
+    if config.data is None:
+        return None
+    require_device(config.device or default_device())
     if artifact.tokenizer is None:
         raise UsageError(f"{artifact.path} has no tokenizer, so that --data cannot be read; leave it out")
     length = min(config.max_length, artifact.config.max_length)
@@ -147,12 +166,12 @@ def loss_on(artifact: Artifact, batches: Sequence[Batch], device: str) -> HeldOu
 # ---------------------------------------------------------------- which layers do least
 
 
-def least_influential(config: PruneLayers, source: Artifact, say: Callable[[str], None]) -> list[int]:
+def least_influential(config: PruneLayers, source: Artifact, batches: Sequence[Batch] | None, say: Callable[[str], None]) -> list[int]:
     """ShortGPT's block influence: 1 less the cosine of what goes into a layer and what comes out, in the mean over tokens."""
-    if config.data is None or not config.layers or config.layers >= source.config.depth:
+    if batches is None or not config.layers or config.layers >= source.config.depth:
         raise UsageError(f"--layers {config.layers} of a model with {source.config.depth}: expected fewer than it has, and --data to see "
                          "which of them do least; or name them with --drop")
-    influence = layer_influence(build_model(source, None).eval(), data_batches(config, source))
+    influence = layer_influence(build_model(source, None).eval(), batches)
     say("influence of layers: " + ", ".join(f"{layer} {value:.4f}" for layer, value in enumerate(influence)))
     return sorted(sorted(range(len(influence)), key=lambda layer: influence[layer])[: config.layers])
 

@@ -13,7 +13,16 @@ from assay.data.batch import Batch
 from assay.data.chat import Rendered, unread_in_words
 from assay.data.mixture import MixedExamples, WeightedSource, weighted_sources
 from assay.data.packing import PackedExamples, hold_out
-from assay.data.preferences import MixedPairs, PackedPairs, PreferencePair, by_prompt, pair_rows, read_preferences, render_pairs
+from assay.data.preferences import (
+    MixedPairs,
+    PackedPairs,
+    PreferencePair,
+    SaidPair,
+    by_prompt,
+    pair_rows,
+    read_preferences,
+    render_pairs,
+)
 from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
@@ -21,7 +30,14 @@ from assay.evaluation.held_out_pairs import ScoredPairs, score_pairs
 from assay.guard.corpus_checks import require_held_out
 from assay.guard.example_audit import audit_each, check_duplicates, check_overlap
 from assay.guard.example_checks import FlatExamples
-from assay.guard.preference_checks import check_loss_moves, check_pair_reference, check_pairs, doubts
+from assay.guard.preference_checks import (
+    check_contradictions,
+    check_held_out_prompts,
+    check_loss_moves,
+    check_pair_reference,
+    check_pairs,
+    doubts,
+)
 from assay.guard.training_guards import LEARNING_SHARE
 from assay.learn.lr_schedule import Schedule
 from assay.learn.policy import token_logprobs
@@ -41,9 +57,9 @@ from assay.recipes.dpo_options import AgainstReference, Dpo, PairedOptions
 from assay.recipes.evaluator import interval_columns
 from assay.recipes.live_reference import LiveReference
 from assay.recipes.run import Run
-from assay.recipes.starting_model import AdapterModel, StartingModel, reopen_parent, streamed_parent
+from assay.recipes.starting_model import AdapterModel, StartingModel, beside_live, reopen_parent, streamed_parent
 from assay.recipes.trainer import Trainer
-from assay.store.artifact import build_model, open_artifact
+from assay.store.artifact import build_model, open_artifact, straight_to
 from assay.store.ledger import Event
 from assay.verdict import Verdict, refuted
 
@@ -95,7 +111,9 @@ class PreferenceData(Conversations):
         return [*audit_each(sides, start.tokenizer, start.parent.stops, embed=embed, trainable=rows, length=self.length,
                             seed=self.order.seed),
                 check_pairs([*self.train, *self.held_out]), check_duplicates(pairs),
-                check_overlap(pairs, self.held_out, ()), self.audit_order()]  # type: ignore[arg-type]
+                check_contradictions([pair.preference for pair in self.train], "pair"),
+                check_overlap(pairs, self.held_out, ()),  # type: ignore[arg-type]
+                check_held_out_prompts(self.train, self.held_out, "pair"), self.audit_order()]
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
         chosen = list(self.held_out) if count is None else evenly(self.held_out, count)
@@ -140,14 +158,15 @@ def settings_of(config: Dpo) -> PreferenceSettings:
 def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
     settings = settings_of(config)
     scored_as = f"{settings.loss} preference loss, beta {settings.beta:g}, smoothing {settings.label_smoothing:g}, gamma {settings.gamma:g}"
-    return PreferenceData(*split_pairs(config, start), start.tokenizer.digest, scored_as, settings=settings, length=config.max_length)
+    return PreferenceData(*split_pairs(config, start, read_preferences), start.tokenizer.digest, scored_as, settings=settings,
+                          length=config.max_length)
 
 
-def split_pairs(config: PairedOptions, start: StartingModel) -> "SplitExamples":
+def split_pairs(config: PairedOptions, start: StartingModel, read_file: Callable[..., list[SaidPair]]) -> "SplitExamples":
     """Who is held out is decided on prompts, before anything is rendered."""
-    read = read_sources(config, read_preferences)
+    read = read_sources(config, read_file)
     if config.held_out_data is not None:
-        kept, apart = read.said, read_preferences(config.held_out_data)
+        kept, apart = read.said, read_file(config.held_out_data)
     else:
         kept, apart = hold_out(by_prompt(read.said), config.held_out, config.seed)
     return render_split(config, start, kept, apart, read, render_pairs, PackedPairs, MixedPairs, "pair")
@@ -185,10 +204,11 @@ def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any
                  noun: str) -> SplitExamples:
     """Both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context.
     `together` is the order of sources that have weights, `alone` that of all others."""
-    (train, rendered), (held_out, _) = (
+    (train, rendered), (held_out, without) = (
         render(said, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long) for said in (kept, apart))
+    dropped = "".join(f" ({count} dropped: {reason})" for reason, count in without.dropped.items())
     require_held_out(config.held_out_data or ", ".join(map(str, config.data)), len(held_out), noun,
-                     "raise --held-out, give --held-out-data with more of them, or raise --max-length where they were dropped as too long")
+                     f"raise --held-out, give --held-out-data with more of them, or raise --max-length where they are too long{dropped}")
     refuse_beyond_context([side for pair in (*train, *held_out) for side in pair.sides], start.model.config)
     order = ordered(config, train, alone) if read.sources[0].weight is None else mixed(config, train, read.sources, read.rows, together)
     return SplitExamples(train, held_out, rendered, *order)
@@ -204,8 +224,7 @@ def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: 
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters, of which {trained:,} are trained; weights "
             f"{start.parent.digest[:12]}",
-            f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out, of other "
-            "prompts",
+            f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
             *unread_in_words(data.rendered.unread),
             f"{settings.loss} loss, beta {settings.beta:g}; {against}",
             f"{counts['supervised']:,} of {counts['tokens']:,} tokens are learned from; {order.windows:,} rows of {order.length}, "
@@ -225,12 +244,15 @@ def reference_model(start: StartingModel) -> Transformer:
     return place_for_training(build_model(reopened, None).requires_grad_(False), start.device).eval()
 
 
+def refuse_idle_reference(config: AgainstReference, settings: PreferenceSettings) -> None:
+    if config.reference == "live" and not settings.needs_reference:
+        raise UsageError(f"--reference live with the loss {settings.loss}, which has no reference; leave it out")
+
+
 def ask_reference(data: PreferenceData, start: StartingModel, config: AgainstReference, folder: Path, rows: int,
                   say: Callable[[str], None]) -> PreferenceData:
     """The data with what the reference says of every pair: asked once, and read back ever after; or asked live, of each batch."""
     if not data.settings.needs_reference:
-        if config.reference == "live":
-            raise UsageError(f"--reference live with the loss {data.settings.loss}, which has no reference; leave it out")
         return data
     if config.reference == "live":
         say(f"the parent {start.parent.digest[:12]} stays beside the policy and is asked about each batch")
@@ -249,7 +271,8 @@ def ask_reference(data: PreferenceData, start: StartingModel, config: AgainstRef
 def score_beside_parent(data: PreferenceData, start: StartingModel, trainer: Trainer, handed: Path) -> tuple[Any, Any, Any]:
     """On everything held out: the parent, the model as it was trained, and the bytes that were handed over."""
     before, trained = data.score(reference_model(start), trainer.micro), data.score(trainer.model, trainer.micro)
-    return before, trained, data.score(build_model(open_artifact(handed), None).to(trainer.device), trainer.micro)
+    opened = open_artifact(handed, to=beside_live(start) or straight_to(trainer.device))
+    return before, trained, data.score(build_model(opened, None).to(trainer.device), trainer.micro)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Pretraining from scratch: one dial for size, the rest derived and printed; budgets that bind; the best handed over, not the last."""
+"""Pretraining from scratch: --depth sets the size, the rest is derived and printed; the best checkpoint is handed over, not the last."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ from assay.verdict import Outcome, Verdict
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the dial and the budgets come to."""
+    """Plan of a pretraining run: what --depth and the budgets come to."""
 
     model: ModelConfig
     rows: int
@@ -77,7 +77,9 @@ PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
 
 @dataclass(frozen=True)
 class CorpusData:
-    """The corpus as a run's data: what a checkpoint says of it, whether it is the same, its audit, and how often it was read."""
+    """Data of a pretraining run: the corpus, what a checkpoint records of it, the check that it is unchanged, its audit, and how often it
+    was read.
+    """
 
     corpus: Corpus
     order: Order
@@ -124,7 +126,9 @@ class CorpusData:
 
 
 def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
-    """The windows of one corpus, or of several by their shares. No held-out document of --corpus may stand in another's training text."""
+    """Order of the windows of one corpus, or of several by their shares. No held-out document of --corpus may occur in another corpus's
+    training text.
+    """
     if not config.mix:
         return Order(corpus, config.seed, rows, config.max_length, config.num_train_epochs)
     sources = weighted_sources(config.mix, "--mix")
@@ -141,7 +145,9 @@ def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
 
 
 def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it."""
+    """Run pretraining: build, preflight, train, evaluate and save, hand over. The same command resumes an interrupted run, which hands
+    nothing over.
+    """
     spent = TimeSpent()
     world, say = join_processes(config, say)
     corpus = open_corpus(local_path(config.corpus))
@@ -237,7 +243,9 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
 
 
 def preflight_pretrain(trainer: Trainer, data: CorpusData, spread: InitialSpread) -> list[Verdict]:
-    """The loss is the loss, every tensor is reached and held, the alarms are awake, the corpus is read as planned."""
+    """Pretraining preflight: the loss against plain cross-entropy, gradients of every tensor, the alarms for values that are not finite,
+    and the order of the corpus.
+    """
     batch = trainer.first_micro_batch(data.order.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
@@ -255,6 +263,7 @@ def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> 
 
 
 def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
+    """The plan that options and corpus give."""
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
     if config.max_bytes is None and (config.count_code or config.artifact_seconds is not None):
@@ -270,7 +279,7 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
 
 
 def chosen_shape(config: Pretrain, tokenizer: Tokenizer) -> GivenShape:
-    """What --depth makes, or what a config.json says."""
+    """Architecture of the model: derived from --depth, or read from a config.json."""
     if not is_given(config.shape):
         return GivenShape(shape(config, config.depth, padded_vocab(tokenizer)), InitialSpread())
     if config.max_bytes is not None or config.value_residual or config.attention_gate:
@@ -280,12 +289,12 @@ def chosen_shape(config: Pretrain, tokenizer: Tokenizer) -> GivenShape:
 
 
 def padded_vocab(tokenizer: Tokenizer) -> int:
-    """Rows beyond the tokenizer's are never used."""
+    """Vocabulary size, padded; the rows beyond the tokenizer's are never used."""
     return math.ceil(tokenizer.size / 64) * 64
 
 
 def shape(config: Pretrain, depth: int, vocab: int) -> ModelConfig:
-    """width = 64 · depth, heads of 64, eight thirds of the width in a gated MLP, four times in a plain one."""
+    """Architecture by depth: width 64 · depth, heads of 64, an MLP of eight thirds of the width (gated) or four times the width (plain)."""
     style, length = config.shape, config.max_length
     if style != "assay" and (config.value_residual or config.attention_gate):
         raise UsageError(f"--shape {style} opens in transformers, which has neither --value-residual nor --attention-gate; "
@@ -314,7 +323,7 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
 
 
 def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, printed before training."""
     m = plan.model
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"
     lines = [f"{m.family}: {m.depth} layers of width {m.width}, {m.heads} heads, MLP {m.hidden}, vocabulary {m.vocab}: "

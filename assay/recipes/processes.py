@@ -72,7 +72,7 @@ def accumulate_together(world: World | None, shards: int, model: Transformer, ob
 
 def sharded_model(config: Trained | Pretrain, world: World | None, model: Transformer, optimizer: torch.optim.Optimizer,
                   objective: Objective, ema: Ema | None) -> ShardedModel | None:
-    """With --fsdp and several processes; one process holds all of it, and there is nothing to shard."""
+    """The sharded model, with --fsdp and several processes; None with one process, where there is nothing to shard."""
     if world is None or world.size == 1 or not config.fsdp:
         return None
     return ShardedModel(world, model, optimizer, objective, tensor_checksums, ema)
@@ -87,7 +87,7 @@ def moments_wait(config: Trained | Pretrain, *, in_parts: bool = False) -> str |
 
 
 def shards_parameters(config: Trained | Pretrain) -> bool:
-    """With --fsdp and several processes."""
+    """Whether parameters are sharded: with --fsdp and several processes."""
     return config.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -98,7 +98,7 @@ def holds_outline(config: Trained | Pretrain) -> bool:
 
 def follow(world: World, model: Transformer, objective: Objective, config: Trained | Pretrain,
            optimizer: Callable[[], torch.optim.Optimizer] | None = None, ema: float = 0.0) -> RunOutcome:
-    """What every process but the first does: compute what it is asked for until the run ends."""
+    """Loop of every process but the first: compute what process 0 asks for until the run ends."""
     with world:
         if config.fsdp and optimizer is not None:
             sharded = sharded_model(config, world, model, optimizer(), objective, Ema(model, ema) if ema else None)
@@ -117,7 +117,7 @@ def check_processes(accumulate: Accumulate) -> list[Verdict]:
 
 
 def replica_checksums(model: nn.Module) -> dict[str, str]:
-    """Of every bit of every tensor, made where it lies: cheap enough to ask for between steps."""
+    """Checksums of every bit of every tensor, computed on its device; cheap enough to compare between steps."""
     return {name: f"{total:x}" for name, total in tensor_checksums(dict(model.named_parameters())).items()}
 
 
@@ -210,7 +210,9 @@ def check_gathered(sharded: ShardedModel | None) -> list[Verdict]:
 
 
 def check_ranks(said: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, int]], taken: int) -> list[Verdict]:
-    """What all processes say of themselves (`ShardedModel.said_by_all`): one step, one norm, one loss, and frozen rows as they were."""
+    """Check what all processes report of themselves (`ShardedModel.said_by_all`): one step, one norm, one loss, and unchanged frozen
+    rows.
+    """
     strayed = sorted({name for now, before in zip(said, frozen, strict=True) for name in before if now["frozen"].get(name) != before[name]})
     if strayed:
         kept = refuted("frozen", f"{len(strayed)} frozen tensor(s) changed: {', '.join(strayed[:3])}", tensors=strayed)
@@ -242,12 +244,14 @@ def _loss_of(compute: Accumulate, *given: Any) -> Tensor:
 
 
 def shards_for(config: Trained | Pretrain) -> list[str]:
-    """What `--gpus` alone means: a number of shards that the usual numbers of GPUs divide, so that the run may go on with fewer."""
+    """Number of shards that `--gpus` alone means: one that the usual numbers of GPUs divide, so that the run may resume on fewer."""
     return [] if config.fsdp or config.shards > 1 else ["--shards", str(max(USUAL_SHARDS, config.gpus))]
 
 
 def launch_processes(words: Sequence[str], count: int) -> int:
-    """The same command in `count` processes of this machine; the exit code of the first. A signal goes to it: it saves, and all end."""
+    """Run the same command in `count` processes on this machine and return the exit code of the first. A signal goes to it: it saves, and
+    all end.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -30,7 +30,7 @@ ANOTHER = 0.001  # what was saved scores otherwise than what was evaluated: roun
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What every evaluation scores, and the share of what the run samples that all of them take."""
+    """Plan of the evaluations: what each scores, and the share of the run's sampling that all of them take."""
 
     prompts: int
     samples: int  # completions of each; 1 is greedy where nothing else was asked for
@@ -97,11 +97,11 @@ class PromptEvaluator:
         return found
 
     def answer(self, sampler: Sampler, prompts: Sequence[Prompt]) -> Answered:
-        """What the sampler's weights, as they were loaded, answer. The draws have the same addresses each time."""
+        """Answers of the sampler's weights, as loaded; the random draws have the same addresses each time."""
         return self.rewards.answer(sampler, prompts, self.sampling, self.samples)
 
     def scores_at(self, step: int) -> NDArray[np.float64]:
-        """Of each prompt, as it was evaluated then."""
+        """Score of each prompt at the evaluation of that step."""
         return -self.history.at(step)
 
     def best_step(self) -> int:
@@ -135,7 +135,7 @@ class PromptEvaluator:
 
 
 def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[np.float64]) -> Verdict:
-    """The same weights answer the same prompts alike. Rounding may turn one answer or another, and none in particular."""
+    """Check that the same weights answer the same prompts alike, apart from single answers that rounding may change."""
     others = int((recorded != found).sum())
     words = f"{what}: {others} of {len(found)} prompts are scored otherwise, {recorded.mean():.4f} then and {found.mean():.4f} now"
     if others and paired_effect(found, recorded).p < ANOTHER:
@@ -149,7 +149,7 @@ def check_gain(name: str, before: NDArray[np.float64], after: NDArray[np.float64
     effect = paired_effect(after, before)
     p = min(1.0, effect.p * max(1, chances))
     change = effect.interval(1 - LEVEL / max(1, chances))
-    how = "on prompts that nothing was chosen by" if chances == 1 else f"the best of {chances} evaluations"
+    how = "on prompts that were not used to choose the checkpoint" if chances == 1 else f"the best of {chances} evaluations"
     words = (f"held-out {name} went from {before.mean():.4f} to {after.mean():.4f} on {len(after)} prompts: {change} (p = {p:.2g}, {how})")
     evidence = {"p": p, "change": effect.mean, "low": change.low, "high": change.high, "prompts": len(after), "evaluations": chances}
     if p > LEVEL:

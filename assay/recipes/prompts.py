@@ -96,7 +96,7 @@ class PromptOrder:
 
     @property
     def rollouts(self) -> int:
-        """That the data gives before it is exhausted."""
+        """Rollouts that the data gives before it is exhausted."""
         return self.epochs * len(self.prompts) // self.places
 
     def drawn(self, rollout: int) -> list[Prompt]:
@@ -130,7 +130,7 @@ class PromptOrder:
 
     @cached_property
     def digest(self) -> str:
-        """Of every prompt's ids and row, in order: another file, template, tokenizer or split is other data."""
+        """Digest of every prompt's ids and row, in order: another file, template, tokenizer or split is other data."""
         return prompts_digest(self.prompts)
 
 
@@ -171,7 +171,7 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 @dataclass(frozen=True)
 class PromptData:
-    """What is learned from and what is held out, and in which order. A rollout is learned from `updates` times."""
+    """Data of a GRPO run: training and held-out prompts, and their order. A rollout is trained on `updates` times."""
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -186,7 +186,7 @@ class PromptData:
 
     @property
     def steps(self) -> int:
-        """That the data gives before it is exhausted."""
+        """Steps that the data gives before it is exhausted."""
         return self.order.rollouts * self.updates
 
     def epoch_of(self, step: int) -> int:
@@ -209,7 +209,7 @@ class PromptData:
         return [check_apart(self.train, self.held_out), *self.order.check_shares(some)]
 
     def check_shares(self, steps: int) -> list[Verdict]:
-        """Of a mixture, that every source gave its share."""
+        """Check that every source of a mixture gave its share."""
         return self.order.check_shares(steps // self.updates) if steps >= self.updates else []
 
     def times_read(self, steps: int) -> dict[int, int]:

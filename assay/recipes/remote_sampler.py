@@ -24,13 +24,13 @@ from assay.guard.remote_policy import (
     CANARY_NEW,
     CANARY_TOKENS,
     CanaryAnswers,
+    canary_floor,
     canary_prompts,
     check_canaries,
     check_engine_floor,
     check_importance,
     engine_floor,
     floor_of_server,
-    rounding_of,
     scored_canaries,
     with_last_bits,
 )
@@ -124,11 +124,8 @@ class RemoteSampler(Sampler):
         return scored_canaries(self.model, self.canaries, said, self.sampling, self.server.dtype)
 
     def _canary_floor(self, answers: CanaryAnswers) -> LogprobFloor:
-        """Rounding grows with the logits, so it is measured on the weights as they are."""
         assert self.floor is not None
-        if self.cap is None:
-            return answers.last_bits
-        return with_last_bits(replace(self.floor, rounding=max(self.floor.rounding, rounding_of(answers))), answers.last_bits)
+        return answers.last_bits if self.cap is None else canary_floor(self.floor, answers)
 
     @property
     def _engine_words(self) -> str:

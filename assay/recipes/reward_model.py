@@ -1,10 +1,12 @@
-"""Reward model: a language model learns what an answer is worth, from pairs, and is proven to tell held-out ones apart."""
+"""Reward model: a language model that scores answers, trained on preference pairs and proven to tell held-out pairs apart."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
+from assay.data.chat import unread_in_words
+from assay.data.preferences import read_reward_pairs
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.evaluation.held_out_pairs import ScoredPairs
@@ -24,23 +26,26 @@ from assay.recipes.evaluated_saves import EvaluatedSaves
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, interval_columns
 from assay.recipes.hand_over import conclude_hand_over, hand_over
 from assay.recipes.memory_plan import record_use
-from assay.recipes.preference_data import PreferenceData, pairs_in, score_beside_parent, split_pairs
+from assay.recipes.preference_data import PreferenceData, pairs_in, read_sources, score_beside_parent, split_pairs
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.reward_model_options import RewardModel
 from assay.recipes.run import TimeSpent, open_run, print_line
 from assay.recipes.sft import tuning_optimizer, tuning_plan
-from assay.recipes.starting_model import StartingModel, load_start
+from assay.recipes.starting_model import StartingModel, beside_live, load_start
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import open_artifact
 from assay.verdict import Verdict
 
 
 def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it."""
+    """Run reward-model training: load, preflight, train, evaluate and save, hand over. The same command resumes an interrupted run, which
+    hands nothing over.
+    """
     spent = TimeSpent()
     refuse_nonsense(config)
     if config.lora_r:
         raise UsageError("--lora-r: a reward model learns a row of its head, which an adapter does not hold; leave it out")
+    read_sources(replace(config, limit=1), read_reward_pairs)  # before RUN/base is written for rows that are no pairs
     world, say = join_processes(config, say)
     device = world.device
     start = load_start(replace(config, new_tokens=with_reward_token(config.new_tokens)), device, say, world)
@@ -50,7 +55,7 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
         return follow(world, start.model, objective, config, partial(tuning_optimizer, config, start))
     data = load_reward_pairs(config, start, settings)
     plan, optimizer = tuning_plan(config, data), tuning_optimizer(config, start)
-    for line in describe_reward_model(start, data, optimizer.param_groups[0]["lr"], device):
+    for line in describe_reward_model(config, start, data, optimizer.param_groups[0]["lr"], device):
         say(line)
     with world, open_run(config, say, device, spent) as run:
         trainer = Trainer(run, start.weights, optimizer, objective, plan.schedule, micro=plan.micro, clip=config.max_grad_norm,
@@ -82,7 +87,7 @@ def reward_model(config: RewardModel, say: Callable[[str], None] = print_line) -
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        handed = hand_over(run, evaluator, partial(data.evaluated, rows=plan.micro))
+        handed = hand_over(run, evaluator, partial(data.evaluated, rows=plan.micro), beside_live(start))
         before, trained, after = score_beside_parent(data, start, trainer, handed.places[-1])
         judged = [check_direction(before, trained), check_reward_head(open_artifact(handed.places[-1]), began),
                   check_reward_accuracy(after)]
@@ -101,7 +106,7 @@ def with_reward_token(tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RewardPairs(PreferenceData):
-    """Pairs, of which no reference says anything."""
+    """Preference pairs without a reference."""
 
     settings: RewardModelSettings = field(kw_only=True)  # type: ignore[assignment]
 
@@ -120,26 +125,26 @@ class RewardPairs(PreferenceData):
 
 def load_reward_pairs(config: RewardModel, start: StartingModel, settings: RewardModelSettings) -> RewardPairs:
     scored_as = f"Bradley–Terry loss of {REWARD_TOKEN}, centred by {settings.center:g}"
-    return RewardPairs(*split_pairs(config, start), start.tokenizer.digest, scored_as, settings=settings, length=config.max_length)
+    return RewardPairs(*split_pairs(config, start, read_reward_pairs), start.tokenizer.digest, scored_as, settings=settings,
+                       length=config.max_length)
 
 
-def describe_reward_model(start: StartingModel, data: RewardPairs, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+def describe_reward_model(config: RewardModel, start: StartingModel, data: RewardPairs, lr: float, device: str) -> list[str]:
+    """Lines that describe everything that was derived, printed before training."""
     counts, order = data.rendered.counts, data.order
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
     return [start.weights.words,
             f"{start.parent.path}: {parameter_count(start.model):,} parameters; the reward is the logit of {REWARD_TOKEN} "
             f"({data.settings.token}) at the end of a text",
-            f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out, of other "
-            "prompts",
-            *mixture_in_words(order, data.steps),
-            f"adamw at {lr:g}, {order.rows} × {order.length} tokens a step, {order.examples_a_row:.1f} pairs a row, on {device}"]
+            f"{len(data.train):,} pairs to learn, {counts['truncated']} truncated, {dropped}; {len(data.held_out):,} held out",
+            *unread_in_words(data.rendered.unread), *mixture_in_words(order, data.steps),
+            f"{config.optim} at {lr:g}, {order.rows} × {order.length} tokens a step, {order.examples_a_row:.1f} pairs a row, on {device}"]
 
 # ---------------------------------------------------------------- what is checked before step 1
 
 
 def preflight_rewards_of(trainer: Trainer, data: RewardPairs, start: StartingModel) -> list[Verdict]:
-    """The loss is the loss, every tensor is reached, both sides answer one prompt."""
+    """Reward-model preflight: the loss, gradients of every trained tensor, and pairs that answer one prompt."""
     batch = trainer.first_micro_batch(data.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():

@@ -53,6 +53,7 @@ HELD_OUT_ADDRESS = ("held out",)
 NAME = "judge"
 OVERLONG = "overlong"
 WITNESSED_PROMPTS = 4  # of an evaluation: looked at once more by the witness
+PROMPTS_RENDERED = 64  # by a reward model's own template, to hold what it reads against
 ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a reward's noise
 
 
@@ -72,7 +73,7 @@ class Answered:
 
 
 class Rewards:
-    """What scores the completions of a run. `limit` stops it where too many rewards fail."""
+    """Rewards of a run: what scores its completions. `limit` stops the run where too many rewards fail."""
 
     def __init__(self, config: Grpo):
         rewards, self.metric = parse_rewards(config.reward, relative=True), chosen_metric(config)
@@ -96,7 +97,9 @@ class Rewards:
         self._open.close()
 
     def answer(self, sampler: "Sampler", prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> Answered:
-        """What the sampler's weights, as they were loaded, answer to held-out prompts. The draws have the same addresses each time."""
+        """Scores of the sampler's answers to held-out prompts, with the weights as loaded; the random draws have the same addresses each
+        time.
+        """
         groups = sampler.draw(prompts, sampling, HELD_OUT_ADDRESS, samples)
         items = [item(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
         scored = self.workers.score(items)
@@ -109,7 +112,7 @@ class Rewards:
         return Answered(means, rewarded, prompts_digest(prompts), cut, kept)
 
     def stop_at_limit(self, scored: Sequence[ScoredItem]) -> None:
-        """Where too many of all rewards so far have failed."""
+        """Stop the run where too many of all rewards so far have failed."""
         self.limit.feed(scored)
 
     def facts(self) -> dict[str, Any]:
@@ -238,8 +241,17 @@ def check_reward_readings(path: str, policy: Tokenizer, prompts: Sequence[Prompt
     except DataError as error:
         raise UsageError(f"--reward model:{path}: its template does not write the prompts: {error}; remove such rows, or train a reward "
                          "model whose template does") from None
-    return check_reward_words(path, tokenizer, policy, [(prompt.ids, tuple(example.tokens[: example.prompt].tolist()), told(said))
-                                                        for (prompt, said), example in zip(asked, read, strict=True)])
+    return check_reward_words(path, tokenizer, policy, [
+        (prompt.ids, tuple(example.tokens[: example.prompt].tolist()), told(said),
+         rendered_prompt(tokenizer, said) if place < PROMPTS_RENDERED else None)
+        for place, ((prompt, said), example) in enumerate(zip(asked, read, strict=True))])
+
+
+def rendered_prompt(tokenizer: Tokenizer, asked: AskedPrompt) -> str | None:
+    """What the tokenizer's template writes before an answer; None of plain text, or where there is no template."""
+    if not asked.messages or tokenizer.template is None:
+        return None
+    return tokenizer.render(asked.messages, add_generation_prompt=True, tools=asked.tools)
 
 
 def told(asked: AskedPrompt) -> str:
@@ -280,7 +292,7 @@ def score_by_rules(workers: RewardWorkers, prompts: Sequence[Prompt], completion
 
 
 def penalise_overlong(groups: Sequence[Group], *, cap: int, overlong: int) -> list[Group]:
-    """What the last `overlong` tokens before the cap cost."""
+    """Penalty for the last `overlong` tokens before the length limit."""
     return [replace(group, scored=[_penalised(scored, len(completion.ids), cap, overlong)
                                    for scored, completion in zip(group.scored, group.completions, strict=True)]) for group in groups]
 
@@ -324,7 +336,7 @@ def reading_metrics(groups: Sequence[Group], form: AnswerForm) -> dict[str, floa
 
 @dataclass
 class JudgeRecord:
-    """What a judge has said, and what that cost, over some groups. `late` were judged when they were asked about again."""
+    """Record of a judge's answers and their cost over some groups. `late` were judged on a second request."""
 
     groups: int = 0
     unjudged: int = 0

@@ -163,7 +163,7 @@ class DrawnGroups(NamedTuple):
 
 
 class Collector(Protocol):
-    """What the recipe asks of whatever makes its rollouts: completions of prompts here, episodes in episode_rollouts.py."""
+    """Interface of what makes rollouts for the recipe: completions of prompts here, episodes in episode_rollouts.py."""
 
     sampler: Sampler
     sampling: Sampling
@@ -321,7 +321,9 @@ class RolloutCollector:
     # ---------------------------------------------------------------- what is said of it
 
     def check(self, rollout: Rollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
-        """It came from the weights as they are, with the probabilities that the trainer gives; its advantages are what was asked for."""
+        """Check a rollout: it was sampled by the current weights, with the trainer's probabilities, and its advantages are those asked
+        for.
+        """
         drawn, config, everything = rollout.drawn, self.config, rollout.everything
         fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
         policy = fingerprint(self.sampler.model) if fresh else self.fingerprints[rollout.drawn_at]
@@ -367,7 +369,7 @@ class RolloutCollector:
         return torch.tensor(rollout.advantages.values_PG.flatten(), dtype=torch.float32)[:, None]
 
     def versions(self, rollout: Rollout) -> list[tuple[str, int]]:
-        """Of everything that was drawn: the version, and of how many tokens."""
+        """Versions of the weights that sampled the rollout, with the number of tokens of each."""
         return [(completion.version, len(completion.ids)) for group in rollout.everything for completion in group.completions]
 
     def due_prompts(self, rollout: Rollout) -> list[str]:
@@ -472,7 +474,7 @@ def counted_completions(groups: Sequence[Group], advantages: Advantages, *, mask
 
 
 class RolloutHistory:
-    """What the rollouts of a run measured, one entry each, with what its last update measured; `tokens` were trained on."""
+    """History of a run's rollouts: the measurements of each with those of its last update; `tokens` were trained on."""
 
     def __init__(self, run: Run, vocab: int):
         self.run, self.vocab = run, vocab
@@ -513,6 +515,6 @@ class RolloutHistory:
             self.run.log(Event.WARNING, step=step + 1, reason=sentence)
 
     def line(self) -> str:
-        """Of the last rollout, for a progress line."""
+        """The last rollout, for a progress line."""
         now = self.rollouts[-1]
         return "  ".join(f"{name} {now[key]:.4g}" for name, key in PROGRESS_METRICS.items() if key in now)

@@ -27,6 +27,7 @@ from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.proving_process import PROVING_PROCESSES
 from assay.guard.resume_checks import check_kept_checkpoints, check_newest_checkpoint, check_own_checkpoint
 from assay.guard.training_guards import stop_if_refuted
+from assay.model.chat_template import write_day
 from assay.recipes.child_runs import signals_handled
 from assay.recipes.remote_run import RemoteRun, restore_run
 from assay.recipes.save_pace import LITTLE
@@ -85,7 +86,7 @@ class TimeSpent:
         return {name: round(self.seconds[name], 3) for name in named if name in self.seconds}
 
     def checks_words(self) -> str:
-        """Of all the seconds until now, those in which a check, a save or a proof was waited for."""
+        """The share of the time so far that was spent waiting for checks, saves and proofs, in words."""
         spent = self.so_far()
         return f"checks {sum(spent.get(name, 0.0) for name in CHECKING_PARTS) / max(sum(spent.values()), 1e-9):.0%}"
 
@@ -121,7 +122,7 @@ class SaveCost:
         return time.monotonic() - self._began
 
     def advice(self, steps: int) -> str | None:
-        """After so many steps of this sitting."""
+        """Advice on how often to save, after this many steps since the start or resume."""
         loop = self.loop
         if loop < WORTH_SAYING or self.times <= FEW or self.seconds <= LITTLE * loop:
             return None
@@ -177,9 +178,10 @@ class Run:
                            config=plain(dataclasses.asdict(config)))
 
     def newest(self) -> Checkpoint | None:
-        """Where to go on from: the newest checkpoint that verifies. None where the run begins; then nothing measured before counts.
+        """The newest checkpoint that verifies, to resume from; None where the run begins, and earlier measurements are then discarded.
 
-        What was passed over is said, written down and moved out of the way, because its step will be taken and saved again.
+        Checkpoints that are passed over are reported, recorded and moved out of the way, because their steps will be taken and saved
+        again.
         """
         newest_first = reversed(step_folders(self.checkpoints))
         found, passed_over = latest_checkpoint(self.checkpoints) if self.resumed else (None, [])
@@ -215,7 +217,7 @@ class Run:
         return self._prover.witnesses
 
     def rehearse_proofs(self, model: Path) -> None:
-        """On a GPU, of the model that the run begins with, while it gets ready for its first step and the GPU has little else to do."""
+        """On a GPU: let the proving processes warm up on the starting model while the run prepares its first step."""
         if self.probing.device != "cpu":
             self._prover.rehearse(model, self.probing, self.headroom)
 
@@ -239,7 +241,9 @@ class Run:
         stop_if_refuted(verdicts)
 
     def judge_often(self, what: Event, verdicts: list[Verdict]) -> None:
-        """For what is judged at every step: the first of a sitting and every so many are written down, and what refutes always is."""
+        """Judge verdicts that come at every step: the first since the start and every so many are written down, and a refuted one always
+        is.
+        """
         against = any(verdict.outcome is Outcome.REFUTED for verdict in verdicts)
         self._judged_often += 1
         if against or self._judged_often % WRITTEN_EVERY <= 2:  # a rollout and its step
@@ -248,7 +252,7 @@ class Run:
             stop_if_refuted(verdicts)
 
     def preflight(self, verdicts: list[Verdict]) -> None:
-        """What was checked before the first step of a sitting is said, and judged; with the arithmetic of all that will be claimed."""
+        """Print and judge the verdicts of the preflight, with those on the arithmetic of all that will be claimed."""
         verdicts = [*verdicts, check_statistics()]
         self.say("\n".join(f"  {verdict}" for verdict in verdicts))
         self.judge(Event.PREFLIGHT, verdicts)
@@ -258,7 +262,7 @@ class Run:
         append_json_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
 
     def consumed(self) -> dict[int, str]:
-        """What each step of all sittings wrote down of the data that it read."""
+        """The data that each step of the run, over all restarts, recorded as read."""
         return {row["step"]: row["data"] for row in read_json_lines(self.metrics_file) if "data" in row}
 
     def save(self, step: int, contents: Contents | Callable[[], Contents], *, best: Path | None, against: str | None = None) -> Path:
@@ -291,6 +295,11 @@ class Run:
         self._saver.save(where, contents, after=after, headroom=self.headroom)
         return where
 
+    @property
+    def busy_beside(self) -> bool:
+        """A checkpoint is being written or proven, or waits for its proof, while the loop goes on."""
+        return self._saver.busy or self._prover.busy
+
     def check(self) -> None:
         """Surface what happened beside the loop. Never waits."""
         self._saver.check()
@@ -310,7 +319,7 @@ class Run:
             time.sleep(0.05)
 
     def end_loop(self, steps: int) -> None:
-        """After so many steps of this sitting: what saving cost is written down, and proofs may take more of the machine from here on."""
+        """Record what saving cost, after this many steps since the start or resume; proofs may use more of the machine from here on."""
         self._looping = False
         self._prover.wait_no_longer()
         self.spent.phase("proving")
@@ -479,8 +488,11 @@ def open_run(config: Any, say: Callable[[str], None], device: str, spent: TimeSp
         restore_run(config.remote, folder, lambda data: changed_options(config, parse_yaml(data, where=config.remote)), say)
         remote = RemoteRun(config.remote, folder)
     run = Run(folder, config, say=say, probing=ProofSampling(config.probe_samples, device), spent=spent, remote=remote)
-    with run.sitting():
-        yield run
+    try:
+        with run.sitting():
+            yield run
+    finally:
+        write_day(None)  # what is rendered after the run is of its own day
 
 
 def pace_words(steps: int, seconds: float, left: int | None) -> list[str]:
@@ -552,7 +564,7 @@ def _settle_config(path: Path, config: Any) -> bool:
 
 
 def changed_options(config: Any, earlier: Mapping[str, Any]) -> list[str]:
-    """What makes `earlier` another run than `config`, in words; what it does not say has its default."""
+    """The options in which `earlier` differs from `config`, in words; a missing one has its default."""
     defaults = plain({each.name: each.default for each in dataclasses.fields(config) if each.default is not dataclasses.MISSING})
     values, was = plain(dataclasses.asdict(config)), defaults | dict(earlier)
     return [f"{name} was {was.get(name)!r}, now {values[name]!r}" for name in values if name not in FREE and was.get(name) != values[name]]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: pretraining's loss with other weights, on conversations; the whole model or an adapter."""
+"""Supervised fine-tuning (SFT): next-token loss on the completions of conversations; the whole model or an adapter."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -30,7 +30,7 @@ from assay.recipes.memory_plan import record_use
 from assay.recipes.options import Sft, Trained, Tuned
 from assay.recipes.processes import follow, join_processes, moments_wait
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
-from assay.recipes.starting_model import AdapterModel, StartingModel, carry_moments, load_start, reopen_beside, streamed_parent
+from assay.recipes.starting_model import AdapterModel, StartingModel, beside_live, carry_moments, load_start, reopen_beside, streamed_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.statistics.early_stopping import StoppingRule
 from assay.store.artifact import Artifact
@@ -42,7 +42,9 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """An interrupted run hands nothing over; the same command goes on with it."""
+    """Run supervised fine-tuning: load, preflight, train, evaluate and save, hand over. The same command resumes an interrupted run,
+    which hands nothing over.
+    """
     spent = TimeSpent()
     refuse_nonsense(config)
     world, say = join_processes(config, say)
@@ -91,7 +93,8 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        handed = hand_over(run, evaluator, partial(score_examples, batches=data.held_out_batches(plan.micro), rows=plan.micro))
+        everything = partial(score_examples, batches=data.held_out_batches(plan.micro), rows=plan.micro)
+        handed = hand_over(run, evaluator, everything, beside_live(start))
         judge_written_adapter(config, run, handed)
         return conclude_hand_over(run, handed, [], check_budget(trainer.schedule, trainer.done, early.reason))
 
@@ -100,7 +103,7 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """How long a run is, when it is evaluated and saved, and how much goes through the model at a time."""
+    """Plan of a fine-tuning run: its length, when it is evaluated and saved, and the size of a micro-batch."""
 
     schedule: Schedule
     every: int  # steps between two evaluations
@@ -110,6 +113,7 @@ class TuningPlan:
 
 
 def tuning_plan(config: Tuned, data: Conversations) -> TuningPlan:
+    """The plan that options and data give."""
     every, warmup = evaluated_every(config.save_steps), min(config.warmup_steps, data.steps // 4) if data.steps else config.warmup_steps
     return TuningPlan(
         Schedule(Budget(data.steps, config.minutes, config.lr_scheduler_type, warmup, config.decay_ratio)), every,
@@ -120,6 +124,7 @@ def tuning_plan(config: Tuned, data: Conversations) -> TuningPlan:
 
 
 def tuning_optimizer(config: Trained, start: StartingModel) -> torch.optim.Optimizer:
+    """The optimizer that the options ask for, over the weights that are trained."""
     lr = config.peak_rate(adapter=isinstance(start.weights, AdapterModel))
     named = start.model.named_parameters()
     if asked_masters(config) == torch.bfloat16:
@@ -137,7 +142,9 @@ def tuning_optimizer(config: Trained, start: StartingModel) -> torch.optim.Optim
 
 
 def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -> list[Verdict]:
-    """The loss is the loss, every tensor is reached and held, the alarms are awake, the data says what it should."""
+    """SFT preflight: the loss against plain cross-entropy, gradients of every trained tensor, the alarms for values that are not finite,
+    and the audit of the data.
+    """
     batch = trainer.first_micro_batch(data.batch(0))
     found = trainer.gradients(batch)
     with uncompiled():
@@ -147,7 +154,7 @@ def preflight_sft(trainer: Trainer, data: Conversations, start: StartingModel) -
 
 
 def check_asked_scale(config: Tuned, start: StartingModel) -> list[Verdict]:
-    """Of an adapter that the options ask for; one that a run goes on with is as it is."""
+    """Check the scale of an adapter that the options ask for; an adapter that the run continues keeps its own."""
     if not config.lora_r or not isinstance(start.weights, AdapterModel) or start.parent.patch is not None:
         return []
     scales = [part.scale for parts in start.weights.patch().low_rank.values() for part in parts]
@@ -155,7 +162,7 @@ def check_asked_scale(config: Tuned, start: StartingModel) -> list[Verdict]:
 
 
 def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
-    """The folder that is handed over says what was asked for: where it does not, nothing of it is left proven."""
+    """Check the adapter folder that was handed over against the options; where they disagree its hallmark is taken back."""
     place = run.folder / "adapter"
     if config.lora_r and config.lora_alpha is not None and place in handed.places:
         verdict = check_written_adapter(config.lora_r, config.lora_alpha, config.use_rslora, read_json(place / "adapter_config.json"))
@@ -165,14 +172,16 @@ def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
 
 @torch.no_grad()
 def parent_loss(start: StartingModel, reopened: Artifact, objective: Objective, batch: Batch, trainer: Trainer) -> float:
-    """Of the parent, opened anew, on the first batch: a child's first loss is its parent's."""
+    """Loss of the parent, opened anew, on the first batch: the first loss of the run must equal it."""
     parent = streamed_parent(start, reopened, trainer.device, trainer.model.compute_dtype)
     parts = [objective(parent, part.to(trainer.device)).total for part in batch.split(trainer.micro)]
     return float(torch.stack(parts).sum()) / float(batch.weight.sum())
 
 
 def check_forked_loss(parent: Path, data: Conversations, evaluator: HeldOutEvaluator, trainer: Trainer) -> Verdict:
-    """The first evaluation equals the one that the parent's run made of this checkpoint, conversation by conversation."""
+    """Check that the first evaluation of a fork equals the one that the parent's run made of this checkpoint, conversation by
+    conversation.
+    """
     facts = (open_checkpoint(parent).trainer() or {}).get("data", {})
     step = open_checkpoint(parent).step
     evaluated = [row for row in read_json_lines(parent.parent.parent / "eval.jsonl") if row["step"] == step]

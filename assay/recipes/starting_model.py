@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.errors import GuardStop, UsageError
+from assay.data.data_files import read_rows
+from assay.data.hub_datasets import local_data
+from assay.data.mixture import weighted_sources
+from assay.errors import DataError, GuardStop, UsageError
 from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
 from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
 from assay.learn.sharded import StoredTensors
 from assay.learn.streamed import LazyTensors, Streaming
+from assay.model.chat_template import write_day
 from assay.model.families import hf_layout, one_from_foreign, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, live_factors, plan
 from assay.model.patch import Patch
@@ -38,7 +43,7 @@ from assay.store.export_artifact import majority_dtype
 from assay.store.peft import write_adapter
 from assay.store.remote import local_path
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
-from assay.strict_json import read_json
+from assay.strict_json import parse_json, read_json
 from assay.verdict import Outcome, overall, without_optional
 
 MERGED_UNASKED = 4 * 10**9  # bytes of a base
@@ -48,9 +53,9 @@ MERGED_UNASKED = 4 * 10**9  # bytes of a base
 
 @dataclass(frozen=True)
 class Ancestry:
-    """What came before a run's checkpoints: the first one, and every later one, which has moved.
+    """Lineage of a run's checkpoints: of the first, and of every later one, which has moved from its parent.
 
-    `largest` is the largest weight there was, where the optimizer's reach bounds how far a later one can have moved.
+    `largest` is the largest weight of the starting model, where the optimizer's reach bounds how far a later one can have moved.
     """
 
     first: Lineage
@@ -75,7 +80,7 @@ class WholeModel:
     reachable = trained  # by a gradient, as the weights are now
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint's weight files hold, live, under the names it has there."""
+        """Live tensors of a checkpoint's weight files, under the names they have there."""
         return to_foreign(hf_layout(self.model.config), {name: p.detach() for name, p in self.model.named_parameters()})
 
     def contents(self, lineage: Lineage, run_config: Mapping[str, Any], trainer: Mapping[str, Any],
@@ -104,7 +109,7 @@ class AdapterModel:
         self.model, self.base, self.tokenizer, self.rslora, self.ancestry, self.words = model, base, tokenizer, rslora, ancestry, words
 
     def patch(self) -> Patch:
-        """What has been learned so far, live."""
+        """The adapter as trained so far, as a patch of live tensors."""
         return Patch(self.base.weights, {f"{name}.weight": module.parts() for name, module in self._layers().items()})
 
     def trained(self) -> list[str]:
@@ -137,7 +142,7 @@ class AdapterModel:
 
     @torch.no_grad()
     def load(self, patch: Patch) -> None:
-        """The same layers, ranks and scales as this run's; other values."""
+        """Load values into the adapter; layers, ranks and scales must be this run's."""
         for name, parts in patch.low_rank.items():
             module = self.model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(module, LoraLinear), f"{name} has no adapter here"
@@ -179,7 +184,17 @@ class StartingModel:
     memory: MemoryPlan | None = None  # what was planned, where a GPU bounds it
 
 
+def day_of_run(folder: Path) -> datetime:
+    """When the run in a folder began; now, where there is none yet."""
+    ledger = folder / "ledger.jsonl"
+    first, whole, _ = (ledger.read_bytes() if ledger.exists() else b"").partition(b"\n")
+    if not whole:
+        return datetime.now()
+    return datetime.fromisoformat(parse_json(first, where=str(ledger), shape={"time": str})["time"]).astimezone()
+
+
 def load_start(config: Trained, device: str, say: Callable[[str], None], world: World | None = None) -> StartingModel:
+    write_day(day_of_run(Path(config.out)))
     memory = refuse_unfit(config, device)
     refuse_base_dtype(config)
     in_parts = opens_in_parts(config)
@@ -196,6 +211,8 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
         weights.stored = stored_tensors(parent, None if isinstance(weights, WholeModel) else weights.patch(), carried)
         if isinstance(weights, WholeModel):
             weights.ancestry = replace(weights.ancestry, largest=largest_weight(parent, weights.stored))
+    if isinstance(weights, WholeModel):  # masters are its own, and the parent is opened anew where it is asked: nobody needs these
+        parent = replace(parent, tensors={name: tensor.to("meta") for name, tensor in parent.tensors.items()})
     weights.words += _held_in_words(parent.base or parent)
     # Hooks of FSDP that come after a compilation are not seen by it.
     refuse_fp16(config, weights.model.config)
@@ -207,7 +224,9 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
 
 
 def opens_in_parts(config: Trained) -> bool:
-    """With --fsdp and several processes: no process need hold the model whole, where a folder's tensors can be read one at a time."""
+    """Whether no process needs to hold the whole model: with --fsdp, several processes, and a folder whose tensors can be read one at a
+    time.
+    """
     return shards_parameters(config) and may_open_in_parts(config) and (_makes_base(config) or _read_whole(config) is None)
 
 
@@ -257,14 +276,12 @@ def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapp
 
 
 def _destination(config: Trained, device: str) -> Destination | None:
-    """An adapter's base goes to a GPU as it is opened, tensor by tensor, and stays what it is. What has to be changed first, or is
-    trained whole, is opened where it lies; what is sent to all in parts has no memory here."""
-    named = config.from_ or config.model
-    changed = bool(config.new_tokens) or str(named).endswith(".gguf")
+    """A model goes to a GPU as it is opened, tensor by tensor, in its file's dtype: it is joined, and where it is trained widened, there.
+    What has to be changed first is opened where it lies; what is sent to all in parts has no memory here."""
+    changed = bool(config.new_tokens) or str(config.from_ or config.model).endswith(".gguf")
     if holds_outline(config) or (opens_in_parts(config) and not _makes_base(config)):
         return Destination("meta")
-    adapter = named is not None and (config.lora_r or locate_artifact(named).adapter)
-    if not adapter or changed:
+    if changed:
         return None
     return Destination(require_device(device)) if config.base_dtype is not None else straight_to(device)
 
@@ -291,12 +308,16 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
                          "the added ones with --new-tokens on a tokenizer without them")
 
 
+def beside_live(start: StartingModel) -> Destination | None:
+    """Where the base of a run's adapters is opened anew, so that it is held once; None where none is frozen here, or it lies in parts."""
+    whole = start.weights.model is start.model and start.weights.stored is None
+    return beside_held(start.model, start.weights.base) if isinstance(start.weights, AdapterModel) and whole else None
+
+
 def reopen_parent(start: StartingModel) -> Artifact:
     """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
-    parent, to = start.parent, None if start.weights.stored is None else Destination("meta")
-    live = start.weights.model is start.model and start.weights.stored is None  # in parts, it shares nothing
-    if isinstance(start.weights, AdapterModel) and live:
-        to = beside_held(start.model, start.weights.base)
+    parent = start.parent
+    to = beside_live(start) or straight_to(start.device) if start.weights.stored is None else Destination("meta")
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
     if found.digest != parent.digest:
         raise GuardStop(f"{parent.path} holds weights {found.digest[:12]}, the run began with {parent.digest[:12]}: it was changed")
@@ -366,6 +387,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
         if base.exists():
             require_proven(base, against=against)
         else:
+            require_rows(config)
             write_proven(base, _based(config, source, say), against=against)
             say(f"{base}: {source.path.name} as a folder that other tools open, proven")
 
@@ -374,6 +396,13 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
     if holds_outline(config) or opens_in_parts(config):
         return open_artifact(base, to=Destination("meta"))
     return open_artifact(base, to=to if config.lora_r else None, held=config.base_dtype)
+
+
+def require_rows(config: Trained) -> None:
+    """Every file of --data has a row, before a folder is written for a run that could not begin."""
+    for source in weighted_sources(getattr(config, "data", ()), "--data"):
+        if next(iter(read_rows(local_data(source.name), limit=1)), None) is None:
+            raise DataError(f"{source.name}: there is no row in it")
 
 
 def made_by_first(world: World | None, where: Path, make: Callable[[], object]) -> None:
@@ -443,7 +472,7 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
             raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
                              "for another adapter merge it first")
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()), parent.base.held)
-        words = f"going on with the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices"
+        words = f"continuing the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices"
         return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved), words)
     if not config.lora_r:
         if config.lora_target_modules or config.lora_alpha or config.use_rslora:
@@ -487,4 +516,4 @@ def _plan_in_words(planned: list[LoraSite], rank: int, alpha: float, scale: floa
         leaf = site.foreign.rpartition(".")[2]
         leaves[leaf] = leaves.get(leaf, 0) + 1
     counted = ", ".join(f"{leaf} × {count}" for leaf, count in leaves.items())
-    return f"LoRA of rank {rank}, alpha {alpha:g}: the adapter counts {scale:g} times; {len(planned)} layers: {counted}"
+    return f"LoRA of rank {rank}, alpha {alpha:g}, so its update is scaled by {scale:g}; {len(planned)} layers: {counted}"

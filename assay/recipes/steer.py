@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from assay.data.batch import Batch
 from assay.data.chat import TrainingExample, render_conversations
@@ -26,11 +27,13 @@ from assay.outcome import RunOutcome
 from assay.recipes.run import print_line
 from assay.recipes.steer_options import Steer
 from assay.statistics.effects import Effect, paired_effect
+from assay.statistics.known_answers import check_statistics
 from assay.store import durable
 from assay.store.artifact import Artifact, build_model, open_artifact
 from assay.verdict import Verdict, proven, refuted, unproven
 
 STEER_ROWS, TEXT_BYTES = 8, 2048
+SAME_VECTOR = {True: 1e-3, False: 5e-2}  # relative, in fp32 and below: rounding of states that mostly cancel
 LEAST_PAIRS = 4  # on each side
 
 
@@ -42,13 +45,15 @@ def steer(config: Steer, say: Callable[[str], None] = print_line) -> RunOutcome:
     layer = source.config.depth // 2 if config.layer is None else config.layer
     if layer >= source.config.depth:
         raise UsageError(f"--layer {layer}: the model has {source.config.depth} layers, counted from 0")
+    texts = None if config.text is None else plain_texts(config, source)
     with uncompiled(), torch.no_grad():
         model = build_model(source, None).to(device).eval()
         before = model_fingerprint(model)
         shown, other = (in_order(sides) for sides in ([pair.chosen for pair in made_of], [pair.rejected for pair in made_of]))
         write_steering(contrast_vector(model, shown, other, layer, source.digest), Path(config.out))
         steering = read_steering(config.out)  # what is measured is what was written
-        verdicts = [check_effect_of_steering(model, steering, config, judged), check_cost(model, steering, config, source),
+        verdicts = [check_statistics(), check_contrast(model, steering, made_of),
+                    check_effect_of_steering(model, steering, config, judged), check_cost(model, steering, config, texts),
                     check_passed(before, model_fingerprint(model))]
     say(f"{config.out}: a vector of length {float(steering.vector.norm()):.3g} after layer {layer}, of {len(made_of)} pairs")
     durable.replace_file(Path(config.out) / RECORD_FILE, json.dumps(
@@ -70,6 +75,23 @@ def steering_pairs(config: Steer, source: Artifact) -> tuple[list[PreferencePair
     return parts[0], parts[1]
 
 
+def check_contrast(model: Transformer, steering: SteeringVector, pairs: Sequence[PreferencePair]) -> Verdict:
+    """The written vector is the chosen answers' mean state less that of the rejected ones, each text read alone."""
+    sums, states = torch.zeros(model.config.width, dtype=torch.float64), list[Tensor]()
+    handle = model.blocks[steering.layer].register_forward_hook(lambda _, __, output: states.append(output[0]))
+    try:
+        for sign, sides in ((1, [pair.chosen for pair in pairs]), (-1, [pair.rejected for pair in pairs])):
+            for side in sides:
+                model.hidden(torch.tensor(side.tokens.tolist(), device=model.embed.weight.device)[None])
+                sums += sign * states.pop().double().cpu()[torch.tensor((side.weight > 0).tolist())].mean(0) / len(pairs)
+    finally:
+        handle.remove()
+    apart = float((steering.vector.double() - sums).norm() / sums.norm())
+    bound = SAME_VECTOR[model.embed.weight.dtype == torch.float32]
+    words = f"the vector is {apart:.1e} (relative) from the mean difference of {len(pairs)} pairs read one by one, bound {bound:.0e}"
+    return (proven if apart <= bound else refuted)("contrast", words, apart=str(apart))
+
+
 def check_effect_of_steering(model: Transformer, steering: SteeringVector, config: Steer, pairs: Sequence[PreferencePair]) -> Verdict:
     """How much likelier than the rejected answers the chosen ones become, in nats per token, on pairs that made no part of the vector."""
     plain = margins(model, pairs)
@@ -85,11 +107,11 @@ def check_effect_of_steering(model: Transformer, steering: SteeringVector, confi
     return proven("steering", f"{words}: towards the chosen", **facts)
 
 
-def check_cost(model: Transformer, steering: SteeringVector, config: Steer, source: Artifact) -> Verdict:
+def check_cost(model: Transformer, steering: SteeringVector, config: Steer, texts: Sequence[TrainingExample] | None) -> Verdict:
     """What plain text costs more while the vector is added."""
-    if config.text is None:
+    if texts is None:
         return unproven("steering cost", "no --text was given: what else the vector changes is not known", optional=True)
-    batches = in_order(plain_texts(config, source))
+    batches = in_order(texts)
     plain = score_examples(model, batches, rows=STEER_ROWS).per_document
     with steered(model, steering, config.scale, steering.parent):
         effect = paired_effect(score_examples(model, batches, rows=STEER_ROWS).per_document, plain)

@@ -7,9 +7,11 @@
     level: 0.05                                # chance of one false claim among all of them together (Holm)
 
 REFUTED: on some task the child is shown worse, and by more than that task's margin. PROVEN: on every task more than the margin is
-excluded. Else UNPROVEN, with the task that could not tell. A margin is in the unit of the task's score: 0.05 of a rate, or bits per byte.
+excluded, and the parent had more than that to lose. Else UNPROVEN, with the task that could not tell. A margin is in the unit of the task's
+score: 0.05 of a rate, or bits per byte.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,10 +76,20 @@ def read_suite(path: str | Path) -> Suite:
     probes = found.get("probes", True)
     if not found.get("tasks") and probes is False:
         raise UsageError(f"--suite {path}: there is nothing to ask; give `tasks`")
+    refuse_meaningless_numbers(found, path)
     if PROBES in found.get("tasks", {}):
         raise UsageError(f"--suite {path}: a task cannot be called {PROBES}; give it another name")
     return Suite(found.get("tasks", {}), None if probes is False else {} if probes is True else probes, found.get("level", LEVEL),
                  file.absolute().parent)
+
+
+def refuse_meaningless_numbers(found: Mapping[str, Any], path: str | Path) -> None:
+    if not 0 < found.get("level", LEVEL) < 1:
+        raise UsageError(f"--suite {path}: level is {found['level']}; expected the chance of a false claim, above 0 and below 1")
+    parts = found.get("tasks", {}) | ({PROBES: found["probes"]} if isinstance(found.get("probes"), dict) else {})
+    for name, part in parts.items():
+        if not 0 <= part.get("margin", MARGIN) < math.inf:
+            raise UsageError(f"--suite {path}: {name}: margin is {part['margin']}; expected how much may be lost, from 0")
 
 
 def refuse_unknown(fields: Mapping[str, Any], shape: Mapping[str, Any], where: str) -> None:
@@ -102,7 +114,7 @@ def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, dev
     found = compare([*arms["parent"], *arms["child"]], level=suite.level)
     for each in found:
         say(each.sentence)
-    return SuiteResult(found, judge_suite(suite, found))
+    return SuiteResult(found, judge_suite(suite, found, {arm.group: room_to_lose(arm) for arm in arms["parent"]}))
 
 
 def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[Arm]:
@@ -138,14 +150,25 @@ def health_arm(health: Health, who: str, weights: str) -> Arm:
     return Arm(who, "malformed texts", (ScoredRun(who, wrong, weights),), True, group=PROBES, unit="prompts")
 
 
-def judge_suite(suite: Suite, found: list[Comparison]) -> Verdict:
-    """One verdict on all comparisons, whose intervals and claims hold together."""
+def room_to_lose(parent: Arm) -> float:
+    """The most that a child can lose: of a rate what the parent has, of malformed texts the share that is left; of bits, without end."""
+    share = parent.runs[0].score
+    return 1 - share if parent.group == PROBES else math.inf if parent.lower_is_better else share
+
+
+def judge_suite(suite: Suite, found: list[Comparison], room: Mapping[str, float]) -> Verdict:
+    """One verdict on all comparisons, whose intervals and claims hold together. What a parent cannot do shows nothing: `room` is what
+    each task leaves to lose."""
     facts = {each.group: {"change": each.effect.mean, "low": each.effect.low, "high": each.effect.high, "p": each.p, "claim": each.claim,
                           "margin": suite.margin(each.group)} for each in found}
     lost = [each for each in found if each.claim == "shown worse" and loss_of(each) > suite.margin(each.group)]
     if lost:
         words = "; ".join(f"{each.group}: {comparison_in_words(each)}, margin {suite.margin(each.group):g}" for each in lost)
         return refuted("forgetting", f"the child lost what its parent could do on {len(lost)} of {len(found)}: {words}", **facts)
+    if idle := [each.group for each in found if room[each.group] <= suite.margin(each.group)]:
+        words = ", ".join(f"{name} ({room[name]:.3g}, margin {suite.margin(name):g})" for name in idle)
+        return unproven("forgetting", f"nothing is shown to be lost, but the parent has no more to lose than the margin on {words}; ask it "
+                                      "what it can do, or narrow the margin", optional=True, **facts)
     open_still = [each for each in found if not most_lost(each) <= suite.margin(each.group)]
     if open_still:
         words = "; ".join(f"{each.group}: {comparison_in_words(each)}, margin {suite.margin(each.group):g}" for each in open_still)

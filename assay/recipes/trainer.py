@@ -87,9 +87,10 @@ MOST_BYTES_EARLY = 4 * 10**9  # of a checkpoint after step 1, where the cost dec
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """A checkpoint after the first step (or rollout), every so many steps, after so many minutes, and where the data ends.
+    """Save plan: a checkpoint after the first step (or rollout), every so many steps, after so many minutes, and where the data ends.
 
-    `paced`: every so many steps only where it is the best so far or the cost allows, and between them where the cost allows.
+    `paced`: of the regular checkpoints only those that are the best so far or that the time budget of saving allows, and others between
+    them where it allows.
     """
 
     every: int
@@ -99,8 +100,11 @@ class SavePlan:
 
 
 class Trainer:
-    """`order` is the plan of what each step reads, where it is known in advance. `steps_before` is how many steps the optimizer's moments
-    have seen in another run. Where rewards decide, steps are not `steady` and some have no gradient at all, which is no fault.
+    """State of a training run between steps: model, optimizer, schedule, saves and checks. A recipe calls its methods from top to bottom.
+
+    `order` is the plan of which rows each step reads, where it is known in advance. `steps_before` is how many steps the optimizer's
+    moments have seen in another run. `steady` is False in reinforcement learning, where rewards decide and some steps have no gradient at
+    all.
     """
 
     def __init__(self, run: Run, weights: TrainedWeights, optimizer: torch.optim.Optimizer, objective: Objective, schedule: Schedule, *,
@@ -139,7 +143,7 @@ class Trainer:
     # ---------------------------------------------------------------- before the first step
 
     def resume(self, found: Checkpoint, *same_data: Verdict) -> None:
-        """Weights, moments and the step number: everything else is a function of them."""
+        """Restore weights, optimizer moments and the step number from a checkpoint; everything else is a function of these."""
         state = found.trainer() or {}
         moments, average = split_ema_state(found.optimizer() or {})
         load_state_tensors(self.optimizer, dict(self.model.named_parameters()), moments)  # of one in parts: checked, and counters alone
@@ -155,7 +159,7 @@ class Trainer:
         self._scale_state = state.get("loss_scale")
         self.schedule.restore(state)
         self.run.rewind(self.start)
-        self.run.say(f"going on from step {self.start} ({found.folder.name})")
+        self.run.say(f"resuming from step {self.start} ({found.folder.name})")
         now = environment() | {"processes": str(self._parting_processes())}
         was = {"processes": str(state.get("processes", 1))} | found.facts["environment"]
         if changed := {name: f"{was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]}:
@@ -163,7 +167,7 @@ class Trainer:
             self.run.log(Event.NOT_BIT_EXACT, changed=changed)
 
     def _live(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """What a checkpoint's weight and optimizer files hold, before the first step of this sitting."""
+        """Live tensors of the weight and optimizer files of a checkpoint, before the first step since this start or resume."""
         if self.sharded is None or not self.sharded.never_whole:
             return self.weights.weights(), self._state()
         ours, state = self.sharded.live()
@@ -171,34 +175,39 @@ class Trainer:
         return self.weights.weights() if adapter else under_foreign_names(self.model.config, ours), state
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The model's, before the first step of this sitting; where nobody holds it whole, each is gathered when it is asked for."""
+        """The model's parameters, before the first step since this start or resume; where no process holds the whole model, each is
+        gathered on access.
+        """
         in_parts = self.sharded is not None and self.sharded.never_whole
         return self.sharded.live()[0] if self.sharded is not None and in_parts else dict(self.model.named_parameters())
 
     def first_micro_batch(self, batch: Batch) -> Batch:
+        """The first micro-batch of a batch, on the device."""
         return next(batch.split(self.micro)).to(self.device)
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Of one micro-batch that goes through as all of the run's will: what is compiled and captured for it serves them too."""
+        """Gradients of one micro-batch, computed as all micro-batches of the run will be, so that compiled code and CUDA graphs are
+        reused.
+        """
         whole = len(batch), float(batch.weight.sum())
         with self.run.spent.part("compile" if self.device.startswith("cuda") else "preflight"):
             return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
 
     def check_precision(self, batch: Batch, found: Gradients, *others: Transformer) -> list[Verdict]:
-        """Where the run computes in less than fp32, that what it makes of a batch is near what fp32 makes of it."""
+        """Where the run computes in less than fp32: check that its loss and gradients on a batch are close to fp32's."""
         rounded = self.model.compute_dtype not in (None, torch.float32)
         return [check_precision(self.model, self.objective, batch, found, *others)] if rounded else []
 
     def check_reach(self, found: Gradients) -> list[Verdict]:
-        """Every tensor that is to be trained gets a gradient, and the optimizer holds it."""
+        """Check that every tensor to be trained gets a gradient and is in the optimizer."""
         return [check_gradients(found[1], self.weights.reachable()), check_optimizer(self.model, self.optimizer, self.weights.trained()),
                 *check_coded_moments(self.optimizer), *check_processes(self.accumulate)]
 
     def check_world(self, batch: Batch, compute: torch.dtype | None = None) -> list[Verdict]:
-        """Where several processes compute, or a step is cut into shards: that they make of a batch what one process makes of it; in
-        `compute`, where a gradient is the sum of terms that cancel and rounding would be most of it.
+        """Where several processes compute, or a step is cut into shards: check that they compute what one process computes on a batch.
+        `compute` is the dtype of the comparison, for gradients that are sums of cancelling terms, in which rounding would dominate.
 
-        With FSDP the model is whole until here and lies in parts from here on; `weights` then reads process 0's copy in host memory.
+        With FSDP the model is whole until here and sharded from here on; `weights` then reads process 0's copy in host memory.
         """
         usual, self.model.compute_dtype = self.model.compute_dtype, compute or self.model.compute_dtype
         try:
@@ -221,7 +230,9 @@ class Trainer:
         return verdicts
 
     def sampled_weights(self) -> TrainedWeights:
-        """`weights` with a model that computes alone. Where parameters are sharded: process 0's copy, as of its last gathering."""
+        """`weights` with a model that this process can sample from alone; with sharded parameters that is process 0's copy, as of its
+        last gathering.
+        """
         found = copy.copy(self.weights)
         if self.sharded is not None and self.sharded.gathered is not None:
             found.model = self.sharded.gathered
@@ -229,7 +240,7 @@ class Trainer:
 
     @property
     def accumulate_alone(self) -> Accumulate:
-        """In this process, without shards."""
+        """Gradient accumulation in this process only, without shards."""
         return self.accumulate.inner if isinstance(self.accumulate, ParallelAccumulate) else self.accumulate
 
     def _graphs(self) -> GraphedAccumulate | None:
@@ -237,7 +248,9 @@ class Trainer:
         return alone if isinstance(alone, GraphedAccumulate) else None
 
     def start_loop(self, facts: Mapping[str, Any], parts: int) -> None:
-        """`parts` of the data are read in an epoch, each once. From here on everything that moves is accounted for, and time counts."""
+        """Begin the training loop: from here on every change of a tensor is accounted for, and time counts. An epoch reads `parts` parts
+        of the data, each once.
+        """
         if self.scaling is not None:
             self.scaling.restore(self._scale_state)  # whatever a preflight made of it
         if (graphs := self._graphs()) is not None:
@@ -298,7 +311,9 @@ class Trainer:
         self._unkept = None
 
     def record(self, step: Step, *, shown: str = "", **columns: Any) -> None:
-        """One line of metrics for the step, once its values have arrived and were judged. `shown` is what a progress line says of it."""
+        """Write the step's line of metrics, once its values have arrived and were checked. `shown` is what the progress line says of the
+        step.
+        """
         scaled = {} if self.scaling is None else {"loss_scale": self.scaling.scale, "recomputed_batches": self.scaling.recomputed}
         self._columns[step.index], self._shown = columns | scaled, shown
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -324,6 +339,7 @@ class Trainer:
                 "num_tokens": (step.index + 1) * step.tokens, "data": ids_digest(step.ids)}
             self.run.record(step.index, **(row | self._columns.pop(step.index)), seconds=round(seconds, 3))
         if read:
+            self.pace.read(self.watch.seconds[-1], len(read), beside=self.run.busy_beside)
             told = "  ".join(f"{name} {value:.4f}" for name, value in {"loss": read[-1].loss, **read[-1].metrics}.items())
             self.run.progress(self.done, self.schedule.stop_at, self._shown or told, seconds)
 
@@ -333,21 +349,25 @@ class Trainer:
         return found
 
     def over(self) -> bool:
-        """The budget is spent, or a signal came."""
+        """Whether the budget is spent or a signal came."""
         return self.run.interrupted is not None or self.schedule.over(self.done)
 
     def save_due(self) -> bool:
-        """With an evaluation. When, decides the step alone, unless minutes were asked for."""
+        """Whether a checkpoint with an evaluation is due. Only the step number decides, unless --save-minutes was given."""
         late = self.saves.minutes is not None and self.schedule.clock.seconds - self._saved_at >= 60 * self.saves.minutes
         first = self.done == self.schedule.multiple and not (self.saves.paced and self._checkpoint_bytes() > MOST_BYTES_EARLY)
         return late or first or self.done == self.saves.last or self.done % self.saves.every == 0
 
     def extra_save_due(self) -> bool:
-        """Without an evaluation, so that little is lost: the clock may decide, since nothing else depends on it."""
+        """Whether a checkpoint without an evaluation is due, so that a kill loses little. The clock may decide, since nothing else
+        depends on it.
+        """
         return self.saves.paced and self.pace.due()
 
     def account(self) -> None:
-        """Before an evaluation and a save: the last values are read and judged, what was to move did, what was frozen did not."""
+        """Account for all updates before an evaluation and a save: check the last values, that trained tensors moved and that frozen ones
+        did not.
+        """
         self._keep_step()
         self._write(self.watch.read())
         if self.done == self.start:

@@ -1,4 +1,4 @@
-"""Test-time training: score a chunk, write the score down, learn from it; bits per byte with and without, paired by document."""
+"""Test-time training: score a chunk, write the score down, then train on it; bits per byte with and without, paired by document."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ _KINDS = {DocumentBegun: Event.BEGIN, ChunkScored: Event.SCORE}  # else: update
 
 @dataclass(frozen=True)
 class Read:
-    """One document: its tokens after what begins every text, and what they cost in bits without and with the patch."""
+    """One document: its tokens, after the token that begins every text, and their cost in bits without and with test-time training."""
 
     name: str  # file:line
     bytes: int
@@ -73,7 +73,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class TttOutcome(RunOutcome):
-    """All that a run found, as OUT/ttt.json holds it; its `results` are estimates."""
+    """Outcome of a test-time training run, as OUT/ttt.json holds it; its `results` are estimates."""
 
     documents: list[Read]
     left_out: dict[str, int]
@@ -82,6 +82,7 @@ class TttOutcome(RunOutcome):
 
 
 def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
+    """Run test-time training: open, preflight, read every document with and without, check and report."""
     source, where = open_readable(config), Path(config.out)
     model = load_reader(source, config.device or default_device())
     patch = fresh(source.config, ttt_sites(source.config, config.targets), config.rank, config.scale, config.seed, source.digest)
@@ -109,7 +110,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
 
 
 def begin_again(run: Run) -> None:
-    """Scores of a reading that was killed are of a patch that is gone: they are kept aside, and all is read from the start."""
+    """Set aside the scores of a reading that was killed: they belong to an adapter that is lost, and all is read from the start."""
     run.set_aside(run.folder / TTT_SCORES)
     run.rewind(0)
 
@@ -121,7 +122,7 @@ def learn_and_note(model: Transformer, texts: Sequence[Read], how: TttSettings, 
 
 
 class Notes:
-    """What was read so far. An event is on the disk before the next one is asked for: a score before the step that follows it."""
+    """Record of what was read so far. An event is on disk before the next one is asked for: a score before the step that follows it."""
 
     def __init__(self, run: Run, texts: Sequence[Read], without: TokenCosts):
         self.run, self.ledger = run, Ledger(run.folder / TTT_SCORES)
@@ -188,7 +189,7 @@ def ttt_plan(config: Ttt, model: Transformer) -> TttSettings:
 
 
 def read_documents(config: Ttt, source: Artifact) -> tuple[list[Read], Counter[str]]:
-    """In order. One whose ids do not decode to its own text is left out and counted: its score would be of another text."""
+    """Documents in order. One whose ids do not decode to its own text is left out and counted, since its score would be of another text."""
     tokenizer, left_out, found = source.tokenizer, Counter[str](), list[Read]()
     assert tokenizer is not None
     first = first_token(source)
@@ -209,7 +210,7 @@ def read_documents(config: Ttt, source: Artifact) -> tuple[list[Read], Counter[s
 
 
 def first_token(source: Artifact) -> int:
-    """What predicts a text's first token: the beginning of a text, else the end of the text before."""
+    """The token that predicts a text's first token: BOS, else the EOS of the text before."""
     first = next((id for id in (source.stops.bos, source.stops.eos) if id is not None), None)
     if first is None:
         raise UsageError(f"{source.path}: no token begins or ends a text, so nothing can predict a first one; name one as bos_token or "
@@ -218,8 +219,9 @@ def first_token(source: Artifact) -> int:
 
 
 def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, patch: Patch) -> list[Verdict]:
-    """Causality of this model, patch and plan, on the beginnings of two documents of three chunks: cut within every chunk, the last
-    and, in the second document, ragged one too."""
+    """TTT preflight: causality of this model, adapter and plan, on the beginnings of two documents of three chunks: cut within every
+    chunk, the last and, in the second document, ragged one too.
+    """
     chunk = min(how.chunk, PREFLIGHT_TOKENS)
     short = replace(how, chunk=chunk, context=min(how.context, 3 * chunk))
     one, two = sorted((text.tokens for text in texts[:8]), key=len, reverse=True)[:2]
@@ -249,7 +251,7 @@ def _judged(config: Ttt, notes: Notes, slots: int) -> list[Verdict]:
 
 
 def witness_reading(model: Transformer, config: Ttt, notes: Notes, patch: Patch, how: TttSettings, without: TokenCosts) -> list[Verdict]:
-    """The shortest document of several chunks, read again; and what is told, from what the tokens cost."""
+    """Recompute the shortest document of several chunks, and the reported figures from the costs of the tokens."""
     lengths = [len(text.tokens) for text in notes.texts]
     number = min(range(len(lengths)), key=lambda place: (lengths[place] <= 1 + how.chunk, lengths[place]))
     costs = without[number], notes.costs_of(number)
@@ -258,7 +260,7 @@ def witness_reading(model: Transformer, config: Ttt, notes: Notes, patch: Patch,
 
 
 def check_bits_told(notes: Notes, without: TokenCosts) -> Verdict:
-    """Bits per byte of all documents together, summed from the tokens."""
+    """Check the reported bits per byte of all documents together against the sum over tokens."""
     learned, sizes, told = [notes.costs_of(number) for number in range(len(notes.texts))], sum(text.bytes for text in notes.texts), {
         name: estimate.mean for name, estimate in estimates(notes.texts).items()}
     bits = {name: math.fsum(float(cost) for costs in of for cost in costs) / 0.6931471805599453 / sizes

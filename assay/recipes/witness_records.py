@@ -37,7 +37,7 @@ COPIES = 6  # weights and two moments, before and after
 
 
 class WitnessRecords:
-    """Of one sitting. `off` says why nothing is kept, where that is so."""
+    """Witness records of a run since its start or resume. `off` says why nothing is kept, where that is so."""
 
     def __init__(self, trainer: "Trainer", *, witnesses: bool):
         self.trainer, self.folder = trainer, trainer.run.folder / WITNESS_FOLDER
@@ -163,12 +163,12 @@ def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], fac
 
 
 def pending_records(run: Path) -> list[Path]:
-    """Those that are whole and that no process has replayed yet."""
+    """Records that are complete and that no process has replayed yet."""
     return sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"step-*/{RECORD}") if not (path.parent / SAID).exists())
 
 
 def look_folder(run: Path, name: str) -> Path:
-    """Where an evaluation is kept: of a step, of the parent's or of the handed-over model's answers to every held-out prompt."""
+    """Folder of a kept evaluation: of a step, or of the parent's or the final model's answers to every held-out prompt."""
     return run / WITNESS_FOLDER / f"eval-{name}"
 
 
@@ -179,7 +179,7 @@ def pending_looks(run: Path, step: int) -> list[Path]:
 
 
 def looks_verdicts(run: Path) -> list[Verdict]:
-    """What the witness said of the evaluations that were kept, where any was."""
+    """The witness's verdicts on the kept evaluations, if any."""
     kept = sorted(path.parent for path in (run / WITNESS_FOLDER).glob(f"eval-[0-9]*/{RECORD}"))
     said = [json.loads((folder / SAID).read_text()) if (folder / SAID).exists() else
             unproven(LOOKS, f"{folder.name} was kept and not looked at again", optional=True).to_json() for folder in kept]
@@ -187,7 +187,7 @@ def looks_verdicts(run: Path) -> list[Verdict]:
 
 
 def witness_verdict(run: Path, asked: str) -> Verdict:
-    """What the witness said of all kept steps of a run. `asked` is --witness."""
+    """The witness's verdict on all kept steps of a run. `asked` is --witness."""
     if asked == "off":
         return unproven("witness", "--witness off: no step was replayed by code that did not take it", optional=True)
     said = [json.loads(path.read_text()) for path in sorted((run / WITNESS_FOLDER).glob(f"step-*/{SAID}"))]

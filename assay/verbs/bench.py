@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Measure training steps and sampling on this machine, by Assay and by transformers, with the same random weights of one shape and
-    the same tokens. Blocks are timed in turn, so that a machine that is busy is busy for both; medians with the least and the most."""
+    """Measure training steps and sampling on this machine, by Assay and by transformers, with the same random weights and the same
+    tokens. The two are timed in alternating blocks, so that other load on the machine affects both; prints medians with minimum and
+    maximum."""
 
-    shape: Literal["small", "135m"] | None = option("geometry: 6 million parameters, or SmolLM2-135M's", default=None,
+    shape: Literal["small", "135m"] | None = option("model shape: 6 million parameters (small), or SmolLM2-135M's (135m)", default=None,
                                                     default_text="135m on a GPU, else small")
-    seconds: float = option("about how long it may take, after what is compiled first", above=0, default=40.0)
+    seconds: float = option("about how many seconds to measure, after compilation", above=0, default=40.0)
     device: str | None = option("where to compute: cpu or cuda", default=None, default_text=DEVICE)
     json: bool = option("print JSON", default=False)
 

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Walk a run's proven checkpoints to the first bad one, taking what is bad to stay bad; hold it against the last good one."""
+    """Find the first bad checkpoint of a run by bisection over its proven checkpoints, assuming that later ones are bad too; then
+    compare it with the last good one, by trace and diff."""
 
     run: str = argument("folder of a run")
-    probe: str = option("what tells good from bad: FILE.py:function (folder → is it bad?), loss-above:X, loss-jump, score-below:X, health, "
-                        "differs:RUN")
-    all_: bool = option("ask every checkpoint instead of halving, so that nothing is assumed", default=False)
-    prompt: str | None = option("text for the trace", default=None, default_text="fixed tokens")
-    only: bool = option("find the checkpoint, and leave out trace and diff", default=False)
+    probe: str = option("test that tells a bad checkpoint from a good one: FILE.py:function (takes the folder, returns whether it is "
+                        "bad), loss-above:X, loss-jump, score-below:X, health, differs:RUN")
+    all_: bool = option("test every checkpoint instead of bisecting, so that a bad one may be followed by a good one", default=False)
+    prompt: str | None = option("text on which the first bad and the last good checkpoint are traced",
+                                default=None, default_text="fixed tokens")
+    only: bool = option("only find the checkpoint, without trace and diff", default=False)
     json: bool = option("print JSON", default=False)
 
 

@@ -11,15 +11,15 @@ from assay.errors import UsageError
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Show runs as they grow: outcome and status of each, curves over one another with bands, verdicts with their evidence,
-    samples beside the parent's, GPUs, and what is left of the budget. A run can be stopped after a good save. Reads the runs' files
-    alone, and nothing leaves the machine."""
+    """Show runs live in the browser: the outcome and status of each, curves overlaid with their bands, verdicts with their evidence,
+    samples beside the parent's, GPU use and the remaining budget. A run can be stopped after a save. The board only reads the files
+    of the runs, and sends nothing off the machine."""
 
-    runs: tuple[str, ...] = argument("folders that hold runs, or runs", default=(".",), default_text="here")
-    host: str = option("address to listen on; any that others can reach needs a token", group="run", default="127.0.0.1")
-    port: int = option("port to listen on; 0: any that is free", group="run", least=0, most=65535, default=8500)
-    token: str | None = option("token of the visitors, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, which no "
-                               "process list shows", group="run", default=None)
+    runs: tuple[str, ...] = argument("runs, or folders that hold runs", default=(".",), default_text="here")
+    host: str = option("address to listen on; one that other machines can reach requires a token", group="run", default="127.0.0.1")
+    port: int = option("port to listen on; 0: any free port", group="run", least=0, most=65535, default=8500)
+    token: str | None = option("token that visitors must give, beyond loopback of at least 16 characters; better set as ASSAY_TOKEN, "
+                               "which no process list shows", group="run", default=None)
 
 
 EXAMPLES = """  assay board runs

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import AssayError, UsageError
+from assay.recipes.options import DEVICE
 
 if TYPE_CHECKING:
     from assay.editing.steering import AskedSteering
@@ -27,27 +28,28 @@ COMMANDS = """/save FILE     write the conversation as a row of chat data, which
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Talk with a model: answers come as they are made, and it remembers what was said. With --against its parent answers too.
+    """Chat with a model; answers are streamed, and the conversation is remembered. With --against a second model answers too.
 
-    Lines beginning with / are commands: /save FILE, /load ADAPTER, /reset, /probs, /help, /quit. Messages may be piped in, one a
+    Lines beginning with / are commands: /save FILE, /load ADAPTER, /reset, /probs, /help, /quit. Messages may be piped in, one per
     line. A model without a chat template continues one text that both write on.
     """
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    against: str | None = option("its parent, or any other model: asked the same, each with its own answers in mind", group="model",
+    against: str | None = option("a second model, such as the parent, which answers the same messages beside it, each with its own "
+                                 "answers as history", group="model",
                                  metavar="MODEL", default=None)
-    system: str | None = option("system prompt, which stands before everything", group="generation", metavar="TEXT", default=None)
+    system: str | None = option("system prompt", group="generation", metavar="TEXT", default=None)
     max_new_tokens: int = option("the most tokens of an answer", group="generation", least=1, default=512)
     max_length: int = option("the most tokens of the whole conversation, within the model's context", group="generation", least=2,
                              default=4096)
-    temperature: float = option("temperature of the sampling; 0: greedy", group="generation", least=0, default=0.7)
-    top_p: float = option("sample within this probability mass", group="generation", above=0, most=1, default=1.0)
+    temperature: float = option("sampling temperature; 0: greedy", group="generation", least=0, default=0.7)
+    top_p: float = option("nucleus sampling: sample within this probability mass", group="generation", above=0, most=1, default=1.0)
     seed: int = option("seed; the same seed and the same messages give the same answers", group="generation", default=0)
-    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
     steer: str | None = option("add a steering vector of this model, made by assay steer; --against answers without it", group="model",
-                               metavar="FILE[:SCALE]", default=None, default_text="none; the scale that it was measured at")
+                               metavar="FILE[:SCALE]", default=None, default_text="none; its scale: the one it was measured at")
     device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
-                                default_text="a GPU where there is one, else cpu")
+                                default_text=DEVICE)
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
                                                                      default_text="bfloat16 on a GPU, float32 elsewhere")
 

@@ -34,16 +34,17 @@ class FLAGS:
       step    when it was measured: such rows are a series and get a verdict on its trend
     or one row per arm: arm, count, n, and runs where the count comes from several."""
 
-    results: tuple[str, ...] = argument("results to compare; the first is what the others are held against")
-    metric: str | None = option("the metric, where there are several", default=None, default_text="the only one")
-    level: float = option("how often a claim may be wrong, over all comparisons together", default=0.05)
-    lower_is_better: bool = option("lower scores are better; known of losses, perplexities, errors and malformed rates", default=False)
-    per_completion: bool = option("show the p-value that takes every completion for independent, struck through", default=False)
+    results: tuple[str, ...] = argument("results to compare; each is compared with the first")
+    metric: str | None = option("metric to compare, where there are several", default=None, default_text="the only one")
+    level: float = option("allowed rate of wrong claims, over all comparisons together", default=0.05)
+    lower_is_better: bool = option("lower scores are better; known already for losses, perplexities, errors and malformed rates",
+                                   default=False)
+    per_completion: bool = option("also show the p-value that would treat every completion as independent, struck through", default=False)
     require: Literal["better", "not worse"] | None = option("exit with 3 unless every arm is shown better, or none is shown worse",
                                                             default=None)
-    claim: tuple[str, ...] = option("what is said of the results, as in new=better, new=worse, or of a series: grpo=passed; exit with 3 "
-                                    "where they do not show it", metavar="NAME=CLAIM", default=())
-    summary: str | None = option("file to which the results are added as Markdown tables, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+    claim: tuple[str, ...] = option("claims about the results, as in new=better, new=worse, or for a series grpo=passed; exit with 3 "
+                                    "where the results do not show one", metavar="NAME=CLAIM", default=())
+    summary: str | None = option("file to which the results are appended as Markdown tables, such as $GITHUB_STEP_SUMMARY", metavar="FILE",
                                  default=None, default_text="none")
     json: bool = option("print JSON", default=False)
 

@@ -16,7 +16,7 @@ class FLAGS:
     """Print a script with which a shell completes verbs, options and their choices. It is made from the verbs as they are installed;
     print it again after an upgrade."""
 
-    shell: Literal["bash", "zsh", "fish"] = argument("which shell")
+    shell: Literal["bash", "zsh", "fish"] = argument("shell to write the script for")
 
 
 EXAMPLES = """  assay completion bash > ~/.local/share/bash-completion/completions/assay

@@ -16,28 +16,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Turn text into token shards with a manifest. Held-out documents are chosen by id before anything is read; text
-    that stands on both sides is measured, and refused above a bound."""
+    """Turn text into token shards with a manifest. Held-out documents are chosen by id before anything is read. Text that occurs both
+    in training and in held-out documents is measured, and refused above a bound."""
 
-    text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, folders of these, URLs of them, or datasets of the hub, "
+    text: tuple[str, ...] = argument("texts: .txt, .jsonl (also .gz), .parquet, folders or URLs of these, or hub datasets, "
                                      "hf://OWNER/NAME[CONFIG][SPLIT]")
     tokenizer: str = option("folder with tokenizer.json", group="data", metavar="FOLDER")
     out: str = option("folder to write; it must not exist", group="run", metavar="FOLDER")
     held_out: float | None = option("share of documents to hold out", group="evaluation", default=None,
                                     default_text="0.05, or 0 with --held-out-files")
-    held_out_files: tuple[str, ...] = option("files or folders to hold out whole", group="evaluation", metavar="PATH", default=())
+    held_out_files: tuple[str, ...] = option("files or folders to hold out entirely", group="evaluation", metavar="PATH", default=())
     seed: int = option("seed that chooses the held-out documents", group="evaluation", default=0)
-    max_overlap: float = option("the most of the held-out text that may also stand in training text", group="evaluation", default=0.05)
-    field: str = option("text field of JSONL rows, column of parquet", group="data", default="text")
+    max_overlap: float = option("the largest share of the held-out text that may also occur in the training text",
+                                group="evaluation", default=0.05)
+    field: str = option("text field of JSONL rows, or column of parquet", group="data", default="text")
     split: str | None = option("text files: a line equal to this separates documents ('': a blank line)", group="data", metavar="LINE",
                                default=None, default_text="none; text files need this or --document-bytes")
-    document_bytes: int | None = option("text files: cut into documents of so many bytes, lengthened to the line end", group="data",
+    document_bytes: int | None = option("text files: cut into documents of this many bytes, extended to the end of the line", group="data",
                                         default=None, default_text="none; text files need this or --split")
     skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing them", group="data", default=False)
-    boundary: str | None = option("token before and after every document", group="data", metavar="TOKEN", default=None,
+    boundary: str | None = option("token to put before and after every document", group="data", metavar="TOKEN", default=None,
                                   default_text="the tokenizer's EOS")
-    shard_tokens: int = option("tokens in one shard file", group="run", default=100_000_000)
-    workers: int = option("processes that encode; 0: one per core", group="run", default=0)
+    shard_tokens: int = option("tokens per shard file", group="run", default=100_000_000)
+    workers: int = option("encoding processes; 0: one per core", group="run", default=0)
     json: bool = option("print the manifest as JSON", group="run", default=False)
 
 

@@ -21,10 +21,10 @@ class FLAGS:
     """Compare weights: norms, cosine, relative difference, rank of the difference, moved fraction. Adapters count as merged."""
 
     a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    b: str = argument("another")
-    base: str | None = option("the base of A, where A is an adapter that does not name it", metavar="MODEL", default=None)
-    b_base: str | None = option("the base of B, where B is an adapter that does not name it", metavar="MODEL", default=None)
-    all_: bool = option("show every tensor, those that did not move included", default=False)
+    b: str = argument("another, to compare with A")
+    base: str | None = option("base of A, where A is an adapter that does not name it", metavar="MODEL", default=None)
+    b_base: str | None = option("base of B, where B is an adapter that does not name it", metavar="MODEL", default=None)
+    all_: bool = option("show every tensor, also those that did not move", default=False)
     json: bool = option("print JSON, every tensor included", default=False)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import DataError, UsageError
+from assay.recipes.options import DEVICE
 from assay.verbs.terminal import progress_line
 from assay.verdict import Outcome, overall
 
@@ -23,30 +24,34 @@ class FLAGS:
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
     out: str = option("folder for scores.jsonl and eval.json", group="run", metavar="FOLDER")
-    task: str | None = option("the task: gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or "
+    task: str | None = option("task: gsm8k, arithmetic, humaneval, mbpp, choices, text, counterfact, instructions, reasoning_gym or "
                               "graded; this or --suite is required", group="data", default=None)
-    suite: str | None = option("YAML of tasks, and probes of degenerate text, that the model and --against are asked: REFUTED where it is "
-                               "shown to have lost more than a task's margin (Holm over all of them)", group="data", metavar="FILE",
+    suite: str | None = option("YAML file of tasks, and probes for degenerate text, on which the model is compared with --against; "
+                               "REFUTED where it is shown to have lost more than a task's margin (Holm over all tasks)",
+                               group="data", metavar="FILE",
                                default=None)
-    against: str | None = option("with --suite: the parent, in any form that is opened", group="model", metavar="MODEL", default=None)
-    data: str | None = option("the task's data; nothing is bundled", group="data", metavar="FILE", default=None)
+    against: str | None = option("the parent model to compare with", needs="--suite", group="model", metavar="MODEL", default=None)
+    data: str | None = option("data file of the task; none is bundled", group="data", metavar="FILE", default=None)
     k: int = option("samples per example", group="generation", short="-k", default=1)
-    temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.0)
+    temperature: float = option("sampling temperature; 0: greedy", group="generation", default=0.0)
     max_new_tokens: int = option("the most tokens of a sample", group="generation", default=256)
-    top_k: int = option("sample among the k likeliest tokens; 0: all", group="generation", default=0)
-    top_p: float = option("sample within this probability mass", group="generation", default=1.0)
+    top_k: int = option("sample among the N likeliest tokens; 0: all", group="generation", default=0)
+    top_p: float = option("nucleus sampling: sample within this probability mass", group="generation", default=1.0)
     seed: int = option("seed; the same seed gives the same samples", group="generation", default=0)
-    limit: int | None = option("only the first so many examples", group="data", default=None, default_text="all")
-    grader: str | None = option("task graded: a reward's name or FILE.py:FUNCTION; reasoning_gym: a dataset's name", group="data",
+    limit: int | None = option("evaluate only the first N examples", group="data", default=None, default_text="all")
+    grader: str | None = option("with the task graded: a reward's name or FILE.py:FUNCTION; with reasoning_gym: a dataset's name",
+                                group="data",
                                 default=None)
     raw: bool = option("use no chat template", group="generation", default=False)
-    trained_on: tuple[str, ...] = option("training files, looked through for the examples", group="data", metavar="FILE", default=())
-    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    trained_on: tuple[str, ...] = option("training files to search for the examples (contamination)",
+                                         group="data", metavar="FILE", default=())
+    base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
-                                default_text="a GPU where there is one, else cpu")
+                                default_text=DEVICE)
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
                                                                      default_text="bfloat16 on a GPU, float32 elsewhere")
-    witness: int = option("examples that a fresh process renders, scores and grades once more, through transformers; 0: none",
+    witness: int = option("examples that a fresh process renders, scores and grades again, independently, through transformers "
+                          "(docs/witness.md); 0: none",
                           group="run", least=0, default=8)
     json: bool = option("print JSON", group="run", default=False)
 
@@ -78,7 +83,7 @@ def ask_suite(flags: FLAGS) -> int:
         raise UsageError("assay eval --suite: name the model that it is held against: --against PARENT")
     found = run_suite(read_suite(flags.suite), open_artifact(flags.against), open_artifact(flags.path, base=flags.base), Path(flags.out),
                       device=flags.device or default_device(), say=line_printer(json=flags.json))
-    print(json.dumps(found.to_json(), indent=1) if flags.json else f"{found.verdict}\nkept in {flags.out}")
+    print(json.dumps(found.to_json(), indent=1) if flags.json else f"{found.verdict}\nresults in {flags.out}")
     return 3 if found.verdict.outcome is Outcome.REFUTED else 0
 
 
@@ -133,4 +138,4 @@ def evaluation_text(found: "Evaluation", folder: Path) -> str:
     width = max(map(len, found.estimates))
     lines = [f"{name:{width}}  {estimate}" for name, estimate in found.estimates.items()]
     lines += [f"strict and lenient reading differ on {len(found.disagreements)} samples" if found.disagreements else ""]
-    return "\n".join([*filter(None, lines), *(f"  {verdict}" for verdict in found.verdicts), f"kept in {folder}"])
+    return "\n".join([*filter(None, lines), *(f"  {verdict}" for verdict in found.verdicts), f"results in {folder}"])

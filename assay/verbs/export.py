@@ -16,26 +16,27 @@ _ROW_TOKENS, _LEAST_ROWS, _MOST_ROWS = 256, 16, 128  # of the text that gptq is 
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Write PATH in another form. The written bytes are then opened in a fresh process and must answer as the source does,
-    within what the number format allows; merged weights must also differ from the base."""
+    """Write PATH in another format. A fresh process then opens what was written: it must give the source's answers, within what the
+    number format allows; merged weights must also differ from the base."""
 
     path: str = argument("checkpoint, Hugging Face or PEFT folder, or GGUF file")
     to: Literal["hf", "peft", "gguf", "merged", "fp8", "w8a8", "w4a16", "gptq"] = option(
-        "what to write; fp8, w8a8 and w4a16 are folders in compressed-tensors' format, which vLLM loads: weights rounded to the nearest "
-        "of 8-bit floats, 8-bit or 4-bit integers, activations rounded by whoever runs them (not with w4a16); gptq is w4a16, rounded by "
-        "llm-compressor so that --text is answered as before")
+        "format to write: a Hugging Face folder (hf), a PEFT adapter (peft), a GGUF file (gguf), an adapter merged into its base "
+        "(merged), or a quantised compressed-tensors folder for vLLM and transformers: 8-bit floats (fp8), 8-bit integers (w8a8), 4-bit "
+        "integers with plain rounding (w4a16) or with GPTQ by llm-compressor (gptq, needs --text); fp8 and w8a8 also quantise activations "
+        "at run time")
     out: str = option("folder or, with --to gguf, file to write; it must not exist", metavar="PATH")
     dtype: str | None = option("number format: float32, bfloat16 or float16; for gguf f32, f16, bf16 or q8_0", default=None,
                                default_text="as stored; for gguf f16")
     quant: Literal["q8_0", "q6_k", "q5_k_m", "q4_k_m"] | None = option(
-        "with --to gguf, fewer bits: q8_0 by the gguf package, the others by llama.cpp's own quantiser; the file is then opened, scored "
-        "and continued in llama.cpp itself, where llama-cpp-python is installed", default=None)
-    text: str | None = option("with --to gptq: text that it is fitted to, and on whose last rows it is judged", metavar="FILE",
+        "quantise, q8_0 by the gguf package, the others by llama.cpp's own quantiser; the file is then opened, scored and "
+        "continued in llama.cpp itself, where llama-cpp-python is installed", needs="--to gguf", default=None)
+    text: str | None = option("calibration text; its last rows are used to judge the result", needs="--to gptq", metavar="FILE",
                               default=None)
-    onto: Literal["trained", "file"] = option("with --to merged, of an adapter whose base was held in few bits (--base-dtype): merge into "
-                                              "the weights it was trained on, or into the base as its file holds it; what that changes "
-                                              "is measured and said", default="trained")
-    base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
+    onto: Literal["trained", "file"] = option("with --to merged, for an adapter whose base was quantised in training (--base-dtype): "
+                                              "merge into the quantised weights (trained), or into the base as its file holds it (file); "
+                                              "the difference is then measured and reported", default="trained")
+    base: str | None = option("base of an adapter that does not name its base", metavar="MODEL", default=None)
     json: bool = option("print verdicts as JSON", default=False)
 
 

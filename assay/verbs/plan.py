@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Say what a run would take: memory of the device by part, disk, seconds of a step on the device that is here, and the settings that
-    would fit where these do not. Every option that is not listed here is the recipe's own; no weight is loaded, and nothing is written."""
+    """Estimate what a run would take: device memory by part, disk, seconds per step on this machine's device, and, where it does not
+    fit, the settings that would. Every option that is not listed here is the recipe's own. No weight is loaded, and nothing is
+    written."""
 
-    recipe: Literal["sft", "dpo", "kto", "grpo", "distill", "pretrain"] = argument("the recipe; what it takes may follow")
-    memory: float | None = option("plan for a device with so many GiB", group="memory", metavar="GIB", above=0, default=None,
-                                  default_text="the GPU that is here")
+    recipe: Literal["sft", "dpo", "kto", "grpo", "distill", "pretrain"] = argument("recipe to plan; its own options follow")
+    memory: float | None = option("plan for a device with this many GiB", group="memory", metavar="GIB", above=0, default=None,
+                                  default_text="this machine's GPU")
     json: bool = option("print JSON", default=False)
     options: tuple[str, ...] = passed_on()
 
@@ -48,7 +49,7 @@ def run(flags: FLAGS) -> int:
         speed = product_speed(device)
         seconds = [step_seconds(found, tokens, speed)]
     available = device_memory(device) if flags.memory is None else int(flags.memory * GIB)
-    fits = None if available is None else found.total - found.parts["saving"] <= available
+    fits = None if available is None else found.on_device_at_least <= available
     instead = alternatives(found, available) if available is not None and not fits else []
     if flags.json:
         print(json.dumps(found.to_json() | {"available": available, "fits": fits, "alternatives": instead,

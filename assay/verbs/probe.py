@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.recipes.options import DEVICE
 from assay.verbs.terminal import line_printer
 from assay.verdict import Outcome, overall
 
@@ -19,32 +20,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Sample from an artifact on prompts of several domains and judge every text by cause: endless repetition, word soup (with
-    --against), wrong script, code or sums where prose was asked, missing tags, cap hits, empty, the same whatever is asked. The
-    rate has an interval that holds however often it is looked at; sampling ends as soon as it is shown to be too high."""
+    """Sample from a model on prompts of several domains and classify every text: endless repetition, word soup (with --against),
+    wrong script, code or sums where prose was asked, missing tags, cut off at the token limit, empty, the same whatever is asked. The
+    rate of malformed texts has an anytime-valid interval, and sampling ends as soon as the rate is shown to be too high."""
 
     artifact: str | None = argument("checkpoint, folder, adapter, GGUF file, fetched name, or http(s)://…/v1; required without "
                                     "--history", default=None)
-    against: str | None = option("its parent: compared prompt by prompt, and the judge of word soup", group="method", metavar="MODEL",
+    against: str | None = option("parent model, compared prompt by prompt and used to recognise word soup", group="method", metavar="MODEL",
                                  default=None)
-    history: str | None = option("a run: find the first of its checkpoints that is malformed", group="method", metavar="RUN", default=None)
-    prompts: str | None = option("your own prompts: JSON lines with `prompt`, a text or a list of messages (system, user, assistant) that "
-                                 "ends with the user's, and id, domain, and what is expected: script, code, numbers, short, tags, ends; or "
-                                 ".txt, one a line", group="data", metavar="FILE", default=None,
+    history: str | None = option("run whose checkpoints are probed, to find the first malformed one",
+                                 group="method", metavar="RUN", default=None)
+    prompts: str | None = option("your own prompts: JSON lines with `prompt` (a text, or a list of messages that ends with the user's), "
+                                 "and optionally id, domain and what is expected: script, code, numbers, short, tags, ends; or .txt, one "
+                                 "per line", group="data", metavar="FILE", default=None,
                                  default_text="ours, of several domains")
-    n: int | None = option("samples of each prompt", group="generation", short="-n", least=1, default=None,
-                           default_text="as many as exclude 10 % where all are clean")
+    n: int | None = option("samples for each prompt", group="generation", short="-n", least=1, default=None,
+                           default_text="as many as exclude a rate of 10 % where all are clean")
     max_new_tokens: int = option("the most tokens of a sample", group="generation", least=1, default=512)
-    temperature: float = option("temperature of the sampling; 0: greedy, and then one sample of each prompt is all there is",
+    temperature: float = option("sampling temperature; 0: greedy, with one sample for each prompt",
                                 group="generation", least=0, default=0.7)
-    top_p: float = option("sample within this probability mass", group="generation", above=0, most=1, default=1.0)
+    top_p: float = option("nucleus sampling: sample within this probability mass", group="generation", above=0, most=1, default=1.0)
     seed: int = option("seed of the sampling", group="generation", default=0)
-    tolerate: float = option("a share of malformed texts that is no alarm", group="method", least=0, below=1, default=0.05)
-    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    tolerate: float = option("share of malformed texts that is tolerated", group="method", least=0, below=1, default=0.05)
+    base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
-                                default_text="a GPU where there is one, else cpu")
-    model: str | None = option("the model's name at an endpoint that serves several", group="model", metavar="NAME", default=None)
-    key_env: str | None = option("the environment variable that holds an endpoint's key", group="model", metavar="NAME", default=None)
+                                default_text=DEVICE)
+    model: str | None = option("name of the model, at an endpoint that serves several", group="model", metavar="NAME", default=None)
+    key_env: str | None = option("environment variable that holds the endpoint's key", group="model", metavar="NAME", default=None)
     json: bool = option("print JSON, every text included", group="run", default=False)
 
 

@@ -8,27 +8,30 @@ from typing import Any, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
-from assay.recipes.options import DEVICE
+from assay.recipes.options import DEVICE, PROBE_SAMPLES_HELP
 from assay.verdict import Outcome, Verdict, overall, unproven, without_optional
 
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Reload PATH in a fresh process and check it: whole, hashed, finite, the architecture it claims, the answers the live model
-    gave, moved from its parent, the same through transformers or PEFT, generations that end and are healthy. A checkpoint of Assay's gets a
-    hallmark or is quarantined. Of a folder that another tool wrote (transformers, TRL, unsloth, axolotl, PEFT, GGUF) what can
-    be proven is; the rest is UNPROVEN, in words. A squeezed file must hold what rounding makes of --against, bit for bit."""
+    """Reload PATH in a fresh process and check it: complete, hashed, finite, the architecture it claims, the live model's logits,
+    moved from its parent, the same through transformers or PEFT, sample texts that end and are not degenerate. A checkpoint that
+    Assay wrote gets a hallmark or is quarantined. Of a folder that another tool wrote (transformers, TRL, unsloth, axolotl, PEFT,
+    GGUF) everything that can be checked is; the rest is UNPROVEN, with the reason. A squeezed (.assayz) file must hold exactly what
+    quantising --against gives."""
 
-    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or squeezed file; of a trainer's output folder each checkpoint-N")
-    against: str | None = option("parent (or source, with --expect same) to compare with", metavar="MODEL", default=None,
+    path: str = argument("checkpoint, Hugging Face or PEFT folder, GGUF or .assayz file; or a trainer's output folder, of which each "
+                         "checkpoint-N is proven")
+    against: str | None = option("parent to compare with (with --expect same: the source)", metavar="MODEL", default=None,
                                  default_text="the parent that PATH names")
-    base: str | None = option("an adapter's base, where the adapter does not name it", metavar="MODEL", default=None)
-    expect: Literal["moved", "same"] | None = option("how it should stand to --against: trained on from it, or equal to it", default=None)
-    probe_samples: int = option("texts to each of eight prompts by which its health may be judged; where the first of each are clean, they "
-                                "are enough; 0: none", least=0, default=4)
-    device: str | None = option("where it is computed, if there is room: cpu or cuda", default=None, default_text=DEVICE)
-    strict: bool = option("exit with 3 also where something is UNPROVEN", default=False)
-    summary: str | None = option("file to which the verdicts are added as a Markdown table, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+    base: str | None = option("base of an adapter that does not name its base", metavar="MODEL", default=None)
+    expect: Literal["moved", "same"] | None = option("expected relation to --against: trained from it (moved), or equal to it (same)",
+                                                     default=None)
+    probe_samples: int = option(PROBE_SAMPLES_HELP, least=0, default=4)
+    device: str | None = option("device to compute on, if there is room: cpu or cuda", default=None, default_text=DEVICE)
+    strict: bool = option("exit with 3 also where a check is UNPROVEN", default=False)
+    summary: str | None = option("file to which the verdicts are appended as a Markdown table, such as $GITHUB_STEP_SUMMARY",
+                                 metavar="FILE",
                                  default=None, default_text="none")
     json: bool = option("print verdicts as JSON", default=False)
 
@@ -136,8 +139,8 @@ def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcom
         return outcome
     count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
     counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
-    meaning = {Outcome.PROVEN: "everything that was asked of it holds", Outcome.REFUTED: "do not use it",
-               Outcome.UNPROVEN: "nothing speaks against it, but it is not proven"}[outcome]
+    meaning = {Outcome.PROVEN: "every required check holds", Outcome.REFUTED: "do not use it",
+               Outcome.UNPROVEN: "nothing is refuted, but it is not proven"}[outcome]
     print("\n".join(map(str, verdicts)))
     print(f"\n{path.name}: {outcome} ({counts}): {meaning}")
     return outcome

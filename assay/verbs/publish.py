@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Publish a checkpoint that carries a hallmark: its files as they are, a model card made from manifest, hallmark and ledger, and
-    publication.json, which names all of them by sha256 and which --sign signs. What lies at the target is then fetched back and hashed,
-    and only then it is done. A folder that is not proven is refused, and so is a target that holds anything."""
+    """Publish a checkpoint that has a hallmark: its files, a model card made from manifest, hallmark and ledger, and
+    publication.json, which names all of them by sha256 and which --sign signs. Everything is then downloaded again and hashed before
+    success is reported. Refused are a folder that is not proven and a target that is not empty."""
 
-    path: str = argument("a checkpoint of Assay's: RUN/model, RUN/adapter, or what assay export wrote")
-    to: str = option("where: hf://OWNER/NAME, a new folder, or s3://BUCKET/PATH (with s3fs installed)", metavar="TARGET")
-    run: str | None = option("the run whose ledger tells how it was trained", metavar="RUN", default=None,
-                             default_text="the run that it lies in")
-    evals: tuple[str, ...] = option("folders of `assay eval` of these very weights, for the card", metavar="FOLDER", default=(),
+    path: str = argument("checkpoint that Assay wrote: RUN/model, RUN/adapter, or the output of assay export")
+    to: str = option("target: hf://OWNER/NAME, a new folder, or s3://BUCKET/PATH (with s3fs installed)", metavar="TARGET")
+    run: str | None = option("run whose ledger describes the training", metavar="RUN", default=None,
+                             default_text="the run that contains PATH")
+    evals: tuple[str, ...] = option("folders of `assay eval` results of exactly these weights, for the model card",
+                                    metavar="FOLDER", default=(),
                                     default_text="none")
-    gguf: str | None = option("publish a GGUF file too, in this number format (f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m), proven first",
+    gguf: str | None = option("also publish a GGUF file in this number format (f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m), proven first",
                               metavar="DTYPE", default=None, default_text="none")
-    sign: str | None = option("SSH key that signs it, by ssh-keygen, offline", metavar="KEY", default=None, default_text="unsigned")
-    name: str | None = option("the model's name on the card", default=None, default_text="the end of the target")
-    public: bool = option("let everybody see a new repository on the hub", default=False)
+    sign: str | None = option("SSH key that signs the publication, by ssh-keygen, offline",
+                              metavar="KEY", default=None, default_text="unsigned")
+    name: str | None = option("the model's name on the card", default=None, default_text="the last part of the target")
+    public: bool = option("make a new repository on the hub public", default=False)
     json: bool = option("print verdicts as JSON", default=False)
 
 

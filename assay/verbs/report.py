@@ -9,17 +9,19 @@ from assay.config import argument, option
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Write report.html: one file without anything to fetch, made of the run's ledger, metrics and manifests alone, so that the same
-    files give the same bytes. A ledger or metrics file that is torn, damaged or missing is said on the page. Where RUN/probe.json
-    holds what `assay probe --history RUN --json` printed, it is shown. Exits with 0 once the page is written, whatever it says."""
+    """Write report.html: one self-contained file, made only from the run's ledger, metrics and manifests, so that the same files give
+    the same bytes. The page says where a ledger or metrics file is torn, damaged or missing. It includes RUN/probe.json, the output
+    of `assay probe --history RUN --json`, if there is one. Exits with 0 once the page is written, whatever the run's outcome."""
 
     run: str = argument("folder of a run")
     out: str | None = option("file to write", metavar="FILE", default=None, default_text="RUN/report.html")
-    against: str | None = option("the parent's run: its samples stand beside this run's, its checkpoints in the lineage", metavar="RUN",
+    against: str | None = option("run of the parent: its samples are shown beside this run's, and its checkpoints in the lineage",
+                                 metavar="RUN",
                                  default=None)
-    evals: tuple[str, ...] = option("folders of assay eval, the parent's first: shown side by side, example by example", metavar="FOLDER",
+    evals: tuple[str, ...] = option("folders of assay eval results, the parent's first, shown side by side, example by example",
+                                    metavar="FOLDER",
                                     default=())
-    json: bool = option("print where the page is and how the run stands, as JSON", default=False)
+    json: bool = option("print the path of the page and the outcome of the run as JSON", default=False)
 
 
 EXAMPLES = """  assay report runs/a

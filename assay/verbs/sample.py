@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.config import argument, option
 from assay.errors import UsageError
+from assay.recipes.options import DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,21 +26,21 @@ class FLAGS:
     prompt: tuple[str, ...] = option("texts to continue or answer", group="generation", default=(), default_text="an empty one")
     n: int = option("samples per prompt", group="generation", default=1)
     max_new_tokens: int = option("the most tokens of a sample", group="generation", default=64)
-    temperature: float = option("temperature of the sampling; 0: greedy", group="generation", default=0.7)
-    top_k: int = option("sample among the k likeliest tokens; 0: all", group="generation", default=0)
-    top_p: float = option("sample within this probability mass", group="generation", default=1.0)
-    min_p: float = option("leave out tokens less likely than this share of the likeliest", group="generation", default=0.0)
-    repetition_penalty: float = option("above 1: what was said already becomes less likely", group="generation", default=1.0)
-    stop: tuple[str, ...] = option("texts that end a sample, which stops before them", group="generation", metavar="TEXT", default=())
+    temperature: float = option("sampling temperature; 0: greedy", group="generation", default=0.7)
+    top_k: int = option("sample among the N likeliest tokens; 0: all", group="generation", default=0)
+    top_p: float = option("nucleus sampling: sample within this probability mass", group="generation", default=1.0)
+    min_p: float = option("leave out tokens less likely than this share of the likeliest token", group="generation", default=0.0)
+    repetition_penalty: float = option("above 1: tokens that occurred before become less likely", group="generation", default=1.0)
+    stop: tuple[str, ...] = option("texts that end a sample; it stops before them", group="generation", metavar="TEXT", default=())
     seed: int = option("seed; the same seed gives the same text", group="generation", default=0)
     raw: bool = option("use no chat template", group="generation", default=False)
-    tokens: bool = option("print the token-level transcript: position, id, text, log-probability, special tokens marked", group="run",
+    tokens: bool = option("print a table of tokens: position, id, text, log-probability, special tokens marked", group="run",
                           default=False)
-    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
+    base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
     steer: str | None = option("add a steering vector of this model, made by assay steer", group="model",
-                               metavar="FILE[:SCALE]", default=None, default_text="none; the scale that it was measured at")
+                               metavar="FILE[:SCALE]", default=None, default_text="none; its scale: the one it was measured at")
     device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
-                                default_text="a GPU where there is one, else cpu")
+                                default_text=DEVICE)
     dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
                                                                      default_text="bfloat16 on a GPU, float32 elsewhere")
     json: bool = option("print JSON", group="run", default=False)

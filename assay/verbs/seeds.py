@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Run a recipe once per seed, one after another or one on each GPU, and judge what the seeds show together: the mean with
-    its interval, the worst seed, a collapse or two modes, where a collapsing seed left the others, and how much a clean
-    result excludes. Every option that is not listed here is the recipe's own and is passed on to it. A seed that finished is
-    not run again; one that was interrupted goes on where it stopped."""
+    """Run a recipe once per seed, one after another or one on each GPU, and judge the seeds together: the mean with its interval, the
+    worst seed, a collapse or two modes, the step where a collapsing seed left the others, and which collapse rate the result
+    excludes. Every option that is not listed here is the recipe's own and is passed on to it. A finished seed is not run again; an
+    interrupted one is resumed."""
 
     recipe: Literal["pretrain", "sft", "dpo", "kto", "reward-model", "grpo", "distill", "edit", "ttt"] = argument(
-        "the recipe; what it takes may follow")
+        "recipe to run; its own options follow")
     seeds: tuple[int, ...] = option("two or more seeds", metavar="SEED")
-    out: str = option("folder: a run per seed, and seeds.json; with --over a folder of these per value", metavar="FOLDER")
+    out: str = option("folder for one run per seed and seeds.json; with --over for one such folder per value", metavar="FOLDER")
     json: bool = option("print seeds.json", default=False)
     options: tuple[str, ...] = passed_on()
-    over: str | None = option("a set of seeds for each value of one of the recipe's options, as weight-decay=0.5,1,2",
+    over: str | None = option("run all seeds for each value of one option of the recipe, as in weight-decay=0.5,1,2",
                               metavar="OPTION=VALUE,…", default=None)
 
 

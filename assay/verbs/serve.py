@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from assay.config import argument, option
 from assay.errors import UsageError
 from assay.recipes.grpo_options import POLICY_RATES
-from assay.recipes.options import Trained
+from assay.recipes.options import DEVICE, Trained
 
 if TYPE_CHECKING:
     from assay.serving.engine_thread import ServerSize
@@ -21,42 +21,46 @@ if TYPE_CHECKING:
 class FLAGS:
     """Serve a model: /v1/models, /v1/chat/completions (tools, JSON schemas), /v1/completions, /v1/adapters, /health, /metrics.
 
-    Its name is --name, or the last part of its path; its weights' digest is every answer's system_fingerprint. Adapters must
-    be proven (a hallmark), and join, at the start or later, once their answers through the server are those recorded.
-    With --train the model is a policy: clients open trajectories, talk, close them with a reward and ask for an update of
-    the whole model, of a new adapter on it (--lora-r), or of the adapter that is served.
+    The model's name is --name, or the last part of its path; the digest of its weights is the system_fingerprint of every answer.
+    Adapters must have a hallmark, and are served, from the start or added later, once their answers through the server equal those
+    recorded. With --train the model is a policy: clients open trajectories, talk, close them with a reward, and ask for an update of
+    the whole model, of a new adapter (--lora-r), or of the served adapter.
     """
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    host: str = option("address to listen on; any that others can reach needs a token", group="run", default="127.0.0.1")
-    port: int = option("port to listen on; 0: any that is free", group="run", least=0, most=65535, default=8000)
-    name: str | None = option("what clients call the model", group="model", default=None, default_text="the last part of its path")
-    adapter: tuple[str, ...] = option("proven adapters to serve too", group="model", metavar="NAME=PATH", default=())
-    base: str | None = option("an adapter's base, where the adapter does not name it", group="model", metavar="MODEL", default=None)
-    train: bool = option("hold a policy that learns from what its clients say with it (/v1/trajectories, /v1/train)", group="method",
+    host: str = option("address to listen on; one that other machines can reach requires a token", group="run", default="127.0.0.1")
+    port: int = option("port to listen on; 0: any free port", group="run", least=0, most=65535, default=8000)
+    name: str | None = option("model name that clients use", group="model", default=None, default_text="the last part of its path")
+    adapter: tuple[str, ...] = option("proven adapters to serve beside the model", group="model", metavar="NAME=PATH", default=())
+    base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
+    train: bool = option("train the model on trajectories of its clients (/v1/trajectories, /v1/train)", group="method",
                          default=False)
-    rollouts: bool = option("let a trainer hand over new weights (/v1/weights), for assay grpo --vllm-server-base-url", group="method",
+    rollouts: bool = option("accept new weights from a trainer (/v1/weights), for assay grpo --vllm-server-base-url", group="method",
                             default=False)
-    learning_rate: float | None = option("learning rate of AdamW, with --train", group="method", above=0, default=None,
+    learning_rate: float | None = option("learning rate of AdamW", needs="--train", group="method", above=0, default=None,
                                          default_text=str(POLICY_RATES))
-    lora_r: int = option("with --train: rank of a LoRA adapter; 0: train the whole model", group="method", least=0, default=0)
+    lora_r: int = option("rank of a new LoRA adapter; 0: train the whole model", needs="--train", group="method", least=0, default=0)
     lora_alpha: float | None = option("LoRA alpha; the update is scaled by alpha/r", group="method", above=0, default=None,
                                       default_text="2·r")
-    use_rslora: bool = option("scale the update by alpha/√r instead", group="method", default=False)
-    lora_target_modules: tuple[str, ...] = option("layers to adapt, by the names that PEFT knows", group="method", metavar="NAME",
+    use_rslora: bool = option("scale the update by alpha/√r instead (rsLoRA)", group="method", default=False)
+    lora_target_modules: tuple[str, ...] = option("layers to adapt, by their names in PEFT", group="method", metavar="NAME",
                                                   default=(), default_text="all linear layers of the blocks")
-    out: str | None = option("folder for --train's updates, trajectories and, at the end, the checkpoint", group="run", default=None)
-    slots: int = option("completions of one model that are made at a time", group="generation", least=1, default=16)
+    save_steps: int = option("updates between checkpoints; 0: only at the end", needs="--train", group="checkpoints", least=0, default=20)
+    reward_errors: float = option("share of the trajectories of one kind (with tools, without) that may be closed with an "
+                                  "error before updates are refused", needs="--train", group="rewards", least=0, most=1, default=0.5)
+    out: str | None = option("with --train, required there: folder for updates, trajectories and the final checkpoint",
+                             group="run", default=None)
+    slots: int = option("completions per model that are generated at the same time", group="generation", least=1, default=16)
     max_length: int | None = option("the most tokens of a prompt with its completion", group="generation", least=1, default=None,
                                     default_text="2048, or the model's context if less")
-    queue: int = option("completions of one model that may wait; beyond it clients get 429", group="generation", least=0, default=256)
-    token: str | None = option("Bearer token of the clients, of 16 characters or more beyond loopback; better set as ASSAY_TOKEN, which no "
-                               "process list shows", group="run", default=None)
+    queue: int = option("completions per model that may wait; beyond it clients get 429", group="generation", least=0, default=256)
+    token: str | None = option("bearer token that clients must send, beyond loopback of at least 16 characters; better set as "
+                               "ASSAY_TOKEN, which no process list shows", group="run", default=None)
     device: str | None = option("where to compute: cpu, cuda or cuda:N", group="run", default=None,
-                                default_text="a GPU where there is one, else cpu")
+                                default_text=DEVICE)
     dtype: Literal["auto", "float32", "bfloat16"] = option("number format to compute in; auto: bfloat16 on a GPU, float32 elsewhere",
                                                            group="model", default="auto")
-    grace: float = option("seconds that answers under way have to finish when the server is told to stop", group="run", least=0,
+    grace: float = option("seconds that running answers have to finish when the server is told to stop", group="run", least=0,
                           default=10.0)
 
 
@@ -101,7 +105,8 @@ def run(flags: FLAGS) -> int:
         if flags.out is not None and model.trained is not None:
             print(model.trained.words)
             rate = flags.learning_rate or (POLICY_RATES.adapter if isinstance(model.trained, AdapterModel) else POLICY_RATES.whole)
-            policy = serving.ask(functools.partial(ServedPolicy, model, Path(flags.out), rate)).result()
+            made = functools.partial(ServedPolicy, model, Path(flags.out), rate, errors=flags.reward_errors, save_steps=flags.save_steps)
+            policy = serving.ask(made).result()
         for name, path in adapters:
             _told(serving.open_adapter(name, path))
         ended = serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True),

@@ -12,16 +12,16 @@ from assay.config import argument, option
 class FLAGS:
     """Train a byte-level BPE tokenizer on text, or a SentencePiece model, and write tokenizer.json and tokenizer_config.json."""
 
-    text: tuple[str, ...] = argument(".txt, .jsonl (also .gz), .parquet, or folders of these")
+    text: tuple[str, ...] = argument("texts: .txt, .jsonl (also .gz), .parquet, or folders of these")
     out: str = option("folder to write; it must not exist", metavar="FOLDER")
-    vocab_size: int = option("tokens in all, special ones included", default=8192)
-    kind: Literal["bytes", "sentencepiece", "unigram"] = option("byte-level BPE, or SentencePiece's BPE or unigram model (which needs the "
-                                                                "sentencepiece package)", default="bytes")
-    digits: int = option("with --kind bytes: the most digits in one token: 1, 2 or 3", default=1)
-    field: str = option("text field of JSONL rows, column of parquet", default="text")
-    document_bytes: int = option("text files are read in chunks of so many bytes, lengthened to the line end", default=16384)
+    vocab_size: int = option("vocabulary size, special tokens included", default=8192)
+    kind: Literal["bytes", "sentencepiece", "unigram"] = option("byte-level BPE (bytes), or SentencePiece's BPE (sentencepiece) or "
+                                                                "unigram model, which need the sentencepiece package", default="bytes")
+    digits: int = option("the most digits in one token: 1, 2 or 3", needs="--kind bytes", default=1)
+    field: str = option("text field of JSONL rows, or column of parquet", default="text")
+    document_bytes: int = option("text files: read in chunks of this many bytes, extended to the end of the line", default=16384)
     skip_invalid: bool = option("leave out documents that are not UTF-8 instead of refusing them", default=False)
-    seed: int = option("seed that chooses the documents kept from training to measure compression", default=0)
+    seed: int = option("seed that chooses the documents held out to measure compression", default=0)
     json: bool = option("print JSON", default=False)
 
 

@@ -27,25 +27,26 @@ class FLAGS:
     """Record every site of a forward pass; with B, or another dtype or way to run A, find the first site that diverges."""
 
     a: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")
-    b: str | None = argument("another, to compare with A", default=None, default_text="A itself, in --b-dtype or --through")
-    prompt: str | None = option("text to run", group="data", default=None, default_text="fixed tokens")
+    b: str | None = argument("another model, to compare with A", default=None, default_text="A itself, in --b-dtype or --through")
+    prompt: str | None = option("text to run the model on", group="data", default=None, default_text="fixed tokens")
     tokens: str | None = option("instead of --prompt, a JSON file: a list of token ids, or lists of the same length", group="data",
                                 metavar="FILE", default=None)
     max_length: int = option("the most tokens of the prompt", group="data", default=512)
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = option("number format that A computes in", group="model",
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = option("number format for A", group="model",
                                                                          default="float32")
-    b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("number format that B computes in", group="model",
+    b_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option("number format for B", group="model",
                                                                                   default=None, default_text="A's")
     through: Literal["plain", "batched", "cache", "transformers"] = option(
-        "how B is run: in one plain pass, in a batch with other rows, with the KV cache, or by transformers", group="method",
+        "how to run B: in one plain pass, in a batch with other rows (batched), with the KV cache (cache), or by transformers",
+        group="method",
         default="plain")
-    tolerance: float | None = option("bound on what any site may introduce", group="method", default=None,
+    tolerance: float | None = option("bound on the difference that one site may introduce", group="method", default=None,
                                      default_text="what rounding explains")
-    base: str | None = option("the base of A, where A is an adapter that does not name it", group="model", metavar="MODEL", default=None)
-    b_base: str | None = option("the base of B, where B is an adapter that does not name it", group="model", metavar="MODEL", default=None)
+    base: str | None = option("base of A, where A is an adapter that does not name it", group="model", metavar="MODEL", default=None)
+    b_base: str | None = option("base of B, where B is an adapter that does not name it", group="model", metavar="MODEL", default=None)
     device: str = option("where to compute: cpu or cuda", group="run", default="cpu")
     all_: bool = option("show every site", group="run", default=False)
-    picture: str | None = option("write a heat-map here, as PNG", group="run", metavar="FILE", default=None)
+    picture: str | None = option("PNG file to write a heat map to", group="run", metavar="FILE", default=None)
     json: bool = option("print JSON, every site included", group="run", default=False)
 
 

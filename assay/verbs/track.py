@@ -9,15 +9,16 @@ from assay.config import argument, option
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Hand a run's metrics.jsonl to another tool's page: transformers' trainer_state.json, TensorBoard, W&B, trackio or MLflow. Recipes
-    take --track, which does so while they run."""
+    """Send a run's metrics.jsonl to a tracker: transformers' trainer_state.json, TensorBoard, W&B, trackio or MLflow. Recipes do the
+    same during the run with --track."""
 
     run: str = argument("folder of a run")
-    to: Literal["hf", "tensorboard", "wandb", "trackio", "mlflow"] = option("whose page", default="hf")
-    out: str | None = option("where to write", metavar="PATH", default=None,
+    to: Literal["hf", "tensorboard", "wandb", "trackio", "mlflow"] = option("tracker or format: transformers' trainer_state.json (hf), "
+                                                                            "TensorBoard, W&B, trackio or MLflow", default="hf")
+    out: str | None = option("path to write to", metavar="PATH", default=None,
                              default_text="RUN/trainer_state.json for hf, RUN/tensorboard for tensorboard")
-    project: str = option("name of the project, for wandb, trackio and mlflow", default="assay")
-    follow: bool = option("read on until the run's process ends", default=False)
+    project: str = option("with wandb, trackio and mlflow: name of the project", default="assay")
+    follow: bool = option("keep reading until the run's process ends", default=False)
 
 
 EXAMPLES = """  assay track runs/a                      # writes runs/a/trainer_state.json

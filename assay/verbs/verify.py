@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Hash every file of a published model against its manifest, and manifest, hallmark and model card against publication.json; say which
-    checks proved it, and whose signature holds. Nothing is loaded and nothing is run: `assay prove` does that. Exits with 0 where all of
-    it holds, with 3 where something does not, or where nobody proved it."""
+    """Hash every file of a published model against its manifest, and manifest, hallmark and model card against publication.json; say
+    which checks proved it, and whose signature is valid. Nothing is loaded or run: `assay prove` does that. Exits with 0 where
+    everything matches, and with 3 where something does not or the model has no hallmark."""
 
-    path: str = argument("a downloaded folder; or hf://OWNER/NAME or s3://BUCKET/PATH, which is first downloaded to the temporary folder")
-    signers: str | None = option("names and public keys that may have signed it, as ssh-keygen's ALLOWED SIGNERS; anything else is refuted",
-                                 metavar="FILE", default=None, default_text="the key is named, and nobody says whose it is")
-    summary: str | None = option("file to which the verdicts are added as a Markdown table, as $GITHUB_STEP_SUMMARY", metavar="FILE",
+    path: str = argument("downloaded folder; or hf://OWNER/NAME or s3://BUCKET/PATH, which is downloaded to a temporary folder first")
+    signers: str | None = option("names and public keys that may have signed it, in ssh-keygen's ALLOWED SIGNERS format; any other "
+                                 "signature is refuted",
+                                 metavar="FILE", default=None, default_text="the key is printed, and its owner is unknown")
+    summary: str | None = option("file to which the verdicts are appended as a Markdown table, such as $GITHUB_STEP_SUMMARY",
+                                 metavar="FILE",
                                  default=None, default_text="none")
     json: bool = option("print verdicts as JSON", default=False)
 

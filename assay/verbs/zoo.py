@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLAGS:
-    """Plant faults one by one, each beside its clean twin, on the CPU. A fault that is missed, or a clean twin that raises an
-    alarm, is exit code 3."""
+    """Plant faults one by one, each beside its clean twin, on the CPU. Exits with 3 where a fault is missed or a clean twin raises an
+    alarm."""
 
     only: tuple[str, ...] = option("names of the faults to plant (see --list)", metavar="NAME", default=(), default_text="all")
-    witness: bool = option("say of each fault whether the witness alone would have caught it, every other check being silent",
+    witness: bool = option("for each fault say whether the witness alone, with every other check silent, would have caught it",
                            default=False)
-    list: bool = option("show the faults without planting them", default=False)
+    list: bool = option("list the faults without planting them", default=False)
     json: bool = option("print JSON", default=False)
 
 

@@ -39,6 +39,7 @@ def test_a_request_is_what_the_sampler_gives(checkpoint):
 def test_a_task_of_lm_eval_gives_our_accuracy(checkpoint, tmp_path):
     lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
 
     write_rows(tmp_path / "rows.jsonl", ROWS)
     task = ConfigurableTask(config={
@@ -46,7 +47,8 @@ def test_a_task_of_lm_eval_gives_our_accuracy(checkpoint, tmp_path):
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]})
-    theirs = lm_eval.simple_evaluate(model=lm_eval_model(checkpoint), tasks=[task], bootstrap_iters=0, log_samples=True)
+    theirs = lm_eval.simple_evaluate(model=lm_eval_model(checkpoint), tasks=[task], bootstrap_iters=0, log_samples=True,
+                                     task_manager=TaskManager(include_defaults=False))  # it would read its thousands of tasks first
     ours = evaluate(opened(checkpoint), open_task(TaskRequest("choices", tmp_path / "rows.jsonl")), tmp_path / "out")
     found = theirs["results"]["made"]
     assert found["acc,none"] == pytest.approx(ours.estimates["accuracy"].mean)

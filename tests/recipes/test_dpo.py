@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from assay.data.preferences import ALIKE, by_prompt, read_preferences, render_pa
 from assay.data.reference_store import StoredReference
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.evaluation.held_out_pairs import ScoredPairs
-from assay.guard.preference_checks import check_pairs, doubts
+from assay.guard.preference_checks import check_pairs, doubts, explained_by_length
 from assay.learn import preference as preference_module
 from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes import dpo, hand_over, preference_data, run, starting_model
@@ -179,12 +180,28 @@ def chat(*turns: str) -> list[dict[str, str]]:
     ({"prompt": chat("a"), "chosen": chat("a", "b"), "rejected": chat("a", "c")}, r"chosen begins with a message of user"),
     ({"prompt": "z", "chosen": chat("a", "b"), "rejected": chat("a", "c")}, r"expected the same question"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": 8.5}, r"the wrong way round"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "chosen-rating": "1.5", "rejected-rating": "3"}, r"chosen-rating is 1.5 and"),
+    ({"prompt": "a", "chosen": "b", "rejected": " b\n"}, r"pairs.jsonl:2: .* differ in white space at their ends alone"),
+    ({"chosen": chat("a", "b"), "rejected": chat("a", "b ")}, r"pairs.jsonl:2: .* differ in white space at their ends alone"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"type": "function"}]}, r"pairs.jsonl:2: tools stand beside a prompt"),
 ])
 def test_a_row_that_prefers_nothing_is_refused_by_file_and_line(row: dict[str, Any], words: str, tmp_path: Path):
     first = {"prompt": "a", "chosen": "b", "rejected": "c"} if isinstance(row["chosen"], str) else {"chosen": chat("a", "b"),
                                                                                                    "rejected": chat("a", "c")}
     with pytest.raises(DataError, match=words):
         read_preferences(write(tmp_path / "pairs.jsonl", [first, row]))
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    ([{"prompt": f"ask {n}: ", "chosen": f"ask {n}: yes", "rejected": f"ask {n}: no"} for n in range(6)], "in 6 of 6 rows the completion"),
+    ([{"chosen": f"Human: {n}? yes", "rejected": f"Human: {n + 20}? no"} for n in range(20, 30)], "share, in each of 10 rows, is 'Human:'"),
+])
+def test_a_file_whose_sides_do_not_answer_its_prompts_is_refused(rows: list[dict[str, Any]], words: str, tmp_path: Path):
+    """Whole texts beside a column prompt; texts that share a header and no question."""
+    with pytest.raises(DataError, match=words):
+        read_preferences(write(tmp_path / "pairs.jsonl", rows))
+    for sound in ([*rows[:1], *sums()[:4]], [{"prompt": "say", **row} for row in rows[-1:] * 3]):
+        read_preferences(write(tmp_path / "sound.jsonl", sound))
 
 
 def test_schemas_say_the_same_pair(tmp_path: Path):
@@ -268,6 +285,13 @@ def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path
     assert open_checkpoint(Path(config.out) / "model").quarantined is not None
 
 
+def test_a_file_that_holds_itself_twice_is_stopped_by_rows(home: Path, tmp_path: Path):
+    twice = write(tmp_path / "pairs.jsonl", sums() + sums())
+    with stopped_by("duplicates") as stop:
+        dpo.dpo(options(home, tmp_path / "run", data=(str(twice),)), lambda _: None)
+    assert re.search(r"pairs\.jsonl:\d+ and \S*pairs\.jsonl:\d+ \(2 times in all\)", str(stop.value))
+
+
 def test_a_reference_that_moves_is_stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Halfway through, every batch is answered by another model."""
     usual, asked = StoredReference.attached, []
@@ -337,3 +361,15 @@ def test_both_answers_becoming_unlikely_and_length_bias_are_said():
     assert [words for sentence in doubts(None, fallen) for words in ("both", "length") if words in sentence] == ["both", "length"]
     sound = ScoredPairs(margins=np.tile([1.0, 2.0], 10), chosen_rewards=np.full(20, 1.0), rejected_rewards=np.full(20, -3.0), **made)
     assert doubts(None, sound) == []
+
+
+def test_pairs_that_length_alone_tells_apart_show_nothing_more():
+    right, n = np.tile([1.0, -0.5], 20), 40
+    made = {"losses": right, "chosen": right, "rejected": right, "chosen_rewards": right, "rejected_rewards": right,
+            "ids": tuple(map(str, range(n))), "digest": ""}
+    longer = np.where(np.arange(n) < 30, 3.0, -1.0)
+    as_good, better = ScoredPairs(margins=longer, longer=longer, **made), ScoredPairs(margins=np.ones(n), longer=longer, **made)
+    assert "the longer answer is the chosen one in 0.750 [0.588, 0.873] (n=40)" in explained_by_length(as_good)[0]
+    assert "the shorter answer" in explained_by_length(replace(as_good, longer=-longer))[0]
+    assert explained_by_length(better) == []
+    assert explained_by_length(replace(as_good, margins=right, longer=right)) == [], "where lengths say nothing"

@@ -27,7 +27,7 @@ from assay.verdict import Outcome
 from tests.editing.test_memit import six
 
 TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
-         "--prefix-tokens 8 --drift-tokens 1000 --trace-facts 1 --probe-rounds 1")
+         "--prefix-tokens 8 --drift-tokens 1000 --probe-rounds 1")
 
 
 def row(fact: Any) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def base(tmp_path: Path) -> Path:
 def options(tmp_path: Path, *rows: dict[str, Any], more: str = "") -> Edit:
     (tmp_path / "facts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     files = f"--facts {tmp_path / 'facts.jsonl'} --text {tiny_facts.write_facts_text(tmp_path / 'text.txt')} --out {tmp_path / 'run'}"
-    return parse(Edit, [str(tmp_path / "base"), *f"{files} {TUNED} {more}".split()], prog="assay edit")
+    traced = "" if "--layers" in more else "--trace-facts 1"
+    return parse(Edit, [str(tmp_path / "base"), *f"{files} {TUNED} {traced} {more}".split()], prog="assay edit")
 
 
 def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

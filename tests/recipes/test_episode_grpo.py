@@ -1,24 +1,31 @@
 """Reinforcement over episodes: what is sampled, answered, rewarded and learned is what was meant; and it goes on bit for bit."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from assay.agents.environment_pool import EnvironmentPool
-from assay.agents.transcript import Transcript
+from assay.agents.tool_calls import ToolFormat
+from assay.agents.transcript import ChatWriter, Transcript
 from assay.errors import GuardStop, UsageError
+from assay.guard.trajectory_checks import check_episode_figures
+from assay.model.tokenizer import Tokenizer
 from assay.recipes import grpo as recipe
 from assay.recipes import hand_over, run
+from assay.recipes.environment_tasks import check_history
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.prompt_evaluator import PromptEvaluator, plan_evaluations
 from assay.recipes.seeds import final_score
 from assay.recipes.trainer import Trainer
 from assay.recipes.witness_records import pending_records
 from assay.store.checkpoint import step_folder
-from assay.testing.tiny_models import save_model, tiny_model
+from assay.testing.tiny_episodes import templated
+from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, save_model, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import RecordingProver
 from assay.verdict import Outcome, proven
 from assay.witness.replay import replay_step
@@ -53,11 +60,12 @@ def test_a_run_over_episodes_holds_and_is_the_same_after_an_interruption(base: P
     verdicts = reinforced(uncut)
     assert not [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
     judged = {each["check"]: each["outcome"] for event in events(uncut, "rollout") for each in event["verdicts"]}
-    due = {"token_law", "every_turn", "trajectory_weights", "episode_rewards", "episode_kinds", "identity", "version", "independence"}
+    due = {"token_law", "every_turn", "trajectory_weights", "episode_rewards", "episode_kinds", "identity", "version", "independence",
+           "episode_figures", "episode_ends"}
     assert judged.keys() >= due
     assert set(judged.values()) == {"PROVEN"}
     first = {each["check"]: each["outcome"] for event in events(uncut, "preflight") for each in event["verdicts"]}
-    assert first["inserted_tokens"] == first["inserted_ids"] == first["environment_errors"] == first["repeatable"] == "PROVEN"
+    assert {first[name] for name in ("inserted_tokens", "inserted_ids", "environment_errors", "repeatable", "history")} == {"PROVEN"}
     score = final_score(Path(uncut.out))
     assert score is not None
     assert score.n == 7
@@ -80,7 +88,10 @@ def test_a_run_over_episodes_holds_and_is_the_same_after_an_interruption(base: P
     assert left_by(cut, 3) == left_by(uncut, 3)
 
 
-def test_the_witness_replays_steps_over_episodes(base: Path, tmp_path: Path):
+def test_the_witness_replays_steps_over_episodes(tmp_path: Path):
+    """Though the chat template writes the moment: the run, and its witness, are of the one at which it began."""
+    base = save_model(tmp_path / "base", tiny_model("llama"),
+                      tokenizer=templated(f"{{{{ strftime_now('%f') }}}} {TINY_CHAT_TEMPLATE}")).folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Prover", RecordingProver)
         patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
@@ -158,3 +169,30 @@ def test_evaluations_take_what_a_twentieth_of_the_run_pays_for(held_out, complet
     assert plan.prompts <= held_out // 2
     if completions and completions > 1000:
         assert plan.share <= 0.05
+
+
+def test_figures_that_the_episodes_do_not_give_are_refuted():
+    said: Any = [SimpleNamespace(turns=range(turns), sequences=range(1), ended="done", messages=[{}, {"tool_calls": ["one"]}])
+                 for turns in (1, 2, 3)]
+    due = {"episodes/turns": 2.0, "episodes/sequences": 1.0, "episodes/calls": 1.0, "episodes/faults": 0.0, "episodes/done": 1.0}
+    assert check_episode_figures(due, said).outcome is Outcome.PROVEN
+    for wrong in (due | {"episodes/turns": 6.0}, due | {"episodes/faults": math.nan}, {"episodes/turns": 2.0}):
+        assert check_episode_figures(wrong, said).outcome is Outcome.REFUTED
+
+
+def test_a_policy_that_does_not_see_what_it_said_is_refuted(monkeypatch: pytest.MonkeyPatch):
+    writer = ChatWriter(tiny_tokenizer(), ())
+    assert check_history(writer).outcome is Outcome.PROVEN
+    with monkeypatch.context() as lost:
+        lost.setattr(ToolFormat, "history", lambda form, message: {"role": "assistant", "content": ""})
+        assert check_history(writer).outcome is Outcome.REFUTED
+    plain = ChatWriter(Tokenizer(tiny_tokenizer().document, tiny_tokenizer().settings, {}), ())
+    monkeypatch.setattr(ChatWriter, "insert", lambda _, answered: plain_insert(plain, answered))
+    assert check_history(writer).outcome is Outcome.REFUTED
+
+
+def plain_insert(plain: ChatWriter, answered: Any) -> list[str | None]:
+    """As if there were no chat template."""
+    for transcript, messages in answered:
+        transcript.hear(messages, plain.pieces("".join(each["content"] for each in messages), messages))
+    return [None] * len(answered)

@@ -245,7 +245,7 @@ def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, 
     told: list[str] = []
     gain = reinforced(config, told.append)[-1]
     assert "not shown" in gain.reason
-    assert "on prompts that nothing was chosen by" in gain.reason
+    assert "on prompts that were not used to choose the checkpoint" in gain.reason
     assert f"{gain.evidence['prompts'] + 8} held out" in " ".join(told)  # evaluations had the other eight
     assert [row["groups"] for row in steps_of(config)] == [12, 12]  # four places, each filled three times
     assert [row["grad_norm"] for row in steps_of(config)] == [0.0, 0.0]

@@ -1,6 +1,7 @@
 """KTO: what is called desirable is learned against a reference that stays; flipped labels and data of one kind do not pass."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from assay.data.feedback import read_feedback, refuse_one_sided, render_feedback
 from assay.errors import DataError
 from assay.guard.kto_checks import check_feedback
+from assay.guard.preference_checks import check_contradictions
 from assay.learn import unpaired
 from assay.model.special_tokens import resolve_special_tokens
 from assay.recipes import hand_over, kto, run, starting_model
@@ -130,6 +132,9 @@ def test_a_run_on_conversations_passes_its_own_audit(home: Path, tmp_path: Path)
 
 
 def test_one_label_alone_is_refused_and_pairs_are_two_labelled_rows(tmp_path: Path):
+    said_again = [row | {"completion": row["prompt"] + row["completion"]} for row in answers()]
+    with pytest.raises(DataError, match="in 96 of 96 rows the completion begins with the whole prompt"):
+        read_feedback(write(tmp_path / "answers.jsonl", said_again))
     good = [row | {"label": True} for row in answers()]
     with pytest.raises(DataError, match="all 96 rows are desirable"):
         refuse_one_sided(read_feedback(write(tmp_path / "answers.jsonl", good)), "answers.jsonl")
@@ -139,4 +144,8 @@ def test_one_label_alone_is_refused_and_pairs_are_two_labelled_rows(tmp_path: Pa
     tokenizer = tiny_tokenizer()
     made = render_feedback(said, tokenizer, resolve_special_tokens(tokenizer, {}, {}), length=64)[0]
     assert check_feedback(made).outcome is Outcome.PROVEN
+    assert check_contradictions([pair.preference for pair in made], "answer").outcome is Outcome.PROVEN
+    flipped = [replace(pair, desirable=not pair.desirable) for pair in made]
+    assert check_contradictions([pair.preference for pair in (*made, *flipped)], "answer").outcome is Outcome.REFUTED
+    assert check_contradictions([pair.preference for pair in (*made, flipped[0])], "answer").outcome is Outcome.UNPROVEN
     assert all(pair.rejected.prompt == pair.chosen.prompt and list(pair.rejected.tokens) != list(pair.chosen.tokens) for pair in made)

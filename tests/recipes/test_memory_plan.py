@@ -11,11 +11,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from assay.cli import run as assay
+from assay.data.batch import Batch
 from assay.errors import UsageError
+from assay.guard.loss_preflight import preflight_loss
+from assay.learn.objectives import next_token
 from assay.model.families import config_from_hf
+from assay.model.lora import attach, fresh, plan
+from assay.model.placement import place_for_training
 from assay.recipes import memory_plan, sft
 from assay.recipes.memory_plan import (
     GIB,
+    NEAR,
     PlannedModel,
     PlannedWork,
     adapter_parameters,
@@ -23,11 +29,14 @@ from assay.recipes.memory_plan import (
     compared_with_use,
     plan_memory,
     planned_model,
+    preflight_bytes,
     require_fit,
 )
 from assay.recipes.options import Sft
 from assay.recipes.time_plan import forward_operations, step_operations, step_seconds
 from assay.testing.tiny_models import save_hf_folder, tiny_model, tiny_tokenizer
+from assay.verdict import Outcome, overall
+from tests.live_bytes import LiveBytes
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
          "hidden_act": "silu", "max_position_embeddings": 40960, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
@@ -44,6 +53,26 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+SMOLLM2_135M = REAL["SmolLM2-1.7B"][0] | {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30,
+                                         "num_key_value_heads": 3, "rope_theta": 100000}
+REAL["SmolLM2-135M"] = SMOLLM2_135M, 134_515_008
+_4K, _16K = PlannedWork(4, 1024, lora_r=16), PlannedWork(16, 1024)
+_GRPO = PlannedWork(4, 1024, 16, slots=128, slot_length=288, reference=True)
+# Peaks in GiB that torch's allocator told on an H200. "steps": a loop alone; "total": a run with its preflight and its saves.
+MEASURED = [
+    ("results/size.txt, 8b lora", "Qwen3-8B", _4K, "steps", 35.48),
+    ("results/size.txt, 1.7b lora", "SmolLM2-1.7B", _4K, "steps", 12.38),
+    ("results/size.txt, 8b sft", "Qwen3-8B", _4K, "total", 36.15),
+    ("results/size.txt, 8b nf4-16gib", "Qwen3-8B", PlannedWork(1, 1024, 16, checkpointing=True, base_dtype="nf4"), "steps", 7.22),
+    ("results/size.txt, 8b grpo, prompts of at most 32 tokens", "Qwen3-8B", _GRPO, "steps", 40.88),
+    ("results/time-to-proof.txt, 8b", "Qwen3-8B", _4K, "total", 35.67),
+    ("results/time-to-proof.txt, 135m, the largest of five", "SmolLM2-135M", _16K, "total", 13.29),
+    ("results/time-to-proof.txt, 135m, the smallest of five", "SmolLM2-135M", _16K, "total", 13.18),
+    ("results/train.txt, smollm2 assay", "SmolLM2-135M", _16K, "steps", 10.9),
+    ("results/sft-speed.txt, LoRA r16, 32 rows of 512", "SmolLM2-135M", PlannedWork(32, 512, 16), "steps", 10.2),
+]
+
+
 def real(name: str) -> PlannedModel:
     config = config_from_hf(REAL[name][0], (), name)
     return PlannedModel(config, 2 * PlannedModel(config, 0).parameters)
@@ -52,6 +81,29 @@ def real(name: str) -> PlannedModel:
 @pytest.mark.parametrize("name", REAL)
 def test_parameters_are_those_of_the_real_models(name: str):
     assert real(name).parameters == REAL[name][1]
+
+
+@pytest.mark.parametrize(("source", "model", "work", "what", "used"), MEASURED, ids=[row[0] for row in MEASURED])
+def test_every_peak_that_was_measured_is_planned_within_the_promise(source: str, model: str, work: PlannedWork, what: str, used: float):
+    assert getattr(plan_memory(real(model), work), what) / GIB == pytest.approx(used, rel=NEAR), source
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_preflight_is_planned_as_it_is_counted(whole: bool):
+    """Storage by storage, with activations made again as on a GPU, beside what stays."""
+    model = tiny_model("qwen3", width=192, depth=4, heads=6, kv_heads=3, head_dim=32, hidden=576, vocab=1024, windows=(None,) * 4)
+    if not whole:
+        attach(model.requires_grad_(False).to(torch.bfloat16), fresh(model.config, plan(model.config), 8, 2.0, 0, "base"))
+    place_for_training(model, "cpu", compute=torch.bfloat16, recompute=True)
+    tokens = torch.randint(0, 1000, (2, 96), generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(tokens.shape)
+    weight[:, 0] = 0
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    stays = sum(p.numel() * p.element_size() for p in model.parameters()) + 12 * trained
+    with LiveBytes() as live:
+        assert overall(preflight_loss(model, next_token, Batch(tokens, weight))) is Outcome.PROVEN
+    due = preflight_bytes(model.config, PlannedWork(2, 96, lora_r=0 if whole else 8), trained, whole=whole)
+    assert stays + due == pytest.approx(stays + live.peak, rel=NEAR)
 
 
 def test_an_adapter_has_as_many_parameters_as_peft_gives_it():

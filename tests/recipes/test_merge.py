@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ import torch
 
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
-from assay.guard.merge_checks import check_effect, check_merged_bytes, naive_merge
+from assay.guard.merge_checks import check_ancestry, check_effect, check_merged_bytes, naive_merge
 from assay.model.merging import Merge, merged_models, slerp
 from assay.recipes import merge
 from assay.recipes.merge_options import MergeModels, PruneLayers
+from assay.recipes.teachers import with_layers
 from assay.statistics.estimate import mean
 from assay.store.artifact import open_artifact
+from assay.store.checkpoint import open_checkpoint, write_hallmark
 from assay.testing.tiny_models import save_model, tiny_model
-from assay.verdict import Outcome, proven
+from assay.verdict import Outcome, Verdict, proven
 
 METHODS = [Merge("linear", (0.7, 0.3)), Merge("slerp", (0.4, 0.6)), Merge("task", (1.0, 0.5)), Merge("ties", (1.0, 1.0), density=0.3),
            Merge("dare", (0.5, 0.5), density=0.25)]
@@ -57,10 +60,11 @@ def test_every_method_is_its_formula_and_another_is_refuted(asked: Merge):
     models = [{"w": base["w"] + 0.1 * torch.randn(40, 50)} for _ in range(2)]
     made = merged_models(asked, models, base if asked.method in ("task", "ties", "dare") else None)
     assert check_merged_bytes(made, asked, models, base).outcome is Outcome.PROVEN
-    if asked.method != "dare":
-        assert made["w"].double() == pytest.approx(naive_merge(asked, [m["w"] for m in models], base["w"]), abs=1e-6)
-    wrong = {"w": made["w"] + 0.01}
-    assert check_merged_bytes(wrong, asked, models, base).outcome is Outcome.REFUTED
+    assert made["w"].double() == pytest.approx(naive_merge(asked, "w", [m["w"] for m in models], base["w"]), abs=1e-6)
+    noise = torch.randn(40, 50)
+    for wrong in ({"w": made["w"] + 0.01}, {"w": made["w"] + 0.01 * (noise - noise.mean())}, {"w": made["w"] * torch.nan}, {},
+                  made | {"v": made["w"]}):
+        assert check_merged_bytes(wrong, asked, models, base).outcome is Outcome.REFUTED
 
 
 def test_dare_keeps_a_share_and_its_expectation_and_ties_the_prevailing_sign():
@@ -85,8 +89,42 @@ def test_a_merge_is_written_with_its_parents_and_its_effect_is_measured(home: Pa
     assert written.raw.checkpoint is not None
     recorded = written.raw.checkpoint.facts["run_config"]["merged"]
     assert [parent["weights"] for parent in recorded["parents"]] == [open_artifact(home / name).digest for name in ("one", "two")]
+    with pytest.raises(UsageError, match=r"lost\.jsonl"):
+        merge.merge(options(home, tmp_path / "other", data=str(home / "lost.jsonl")), lambda _: None)
+    assert not (tmp_path / "other").exists()
     with pytest.raises(UsageError, match="exists already"):
         merge.merge(options(home, tmp_path / "made"), lambda _: None)
+
+
+def test_what_was_made_otherwise_than_asked_keeps_no_hallmark(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def proven_by_itself(folder: Path, **_: Any) -> list[Verdict]:
+        found = [proven("whole", "not looked at")]
+        write_hallmark(open_checkpoint(folder), found)
+        return found
+
+    monkeypatch.setattr(merge, "prove_checkpoint", proven_by_itself)
+    monkeypatch.setattr(merge, "merged_models", lambda asked, models, base: models[0])
+    monkeypatch.setattr(merge, "with_layers", lambda config, tensors, kept: with_layers(config, tensors, [0]))
+    ways = {"merged": lambda out: merge.merge(options(home, out), lambda _: None),
+            "pruned": lambda out: merge.prune(PruneLayers(model=str(home / "base"), drop=(0,), out=str(out)), lambda _: None)}
+    for name, made in ways.items():
+        found = made(tmp_path / name)
+        assert found.exit_code == 3
+        assert [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED] == ["arithmetic"]
+        assert open_checkpoint(tmp_path / name).hallmark is None
+        assert open_checkpoint(tmp_path / name).quarantined is not None
+
+
+def test_one_ancestor_is_proven_and_two_are_not(home: Path):
+    def child(name: str, parent: str) -> Any:
+        facts = SimpleNamespace(facts={"parent": {"weights": parent}})
+        return SimpleNamespace(path=Path(name), digest=f"digest of {name}", raw=SimpleNamespace(checkpoint=facts))
+
+    base, one, two, other = child("base", "older"), *(child(name, "digest of base") for name in ("one", "two")), child("other", "elsewhere")
+    for parents, given, outcome in (([one, two], None, Outcome.PROVEN), ([one, two], base, Outcome.PROVEN),
+                                    ([one, base], base, Outcome.PROVEN), ([one, other], None, Outcome.UNPROVEN),
+                                    ([one, other], base, Outcome.UNPROVEN), ([other, base], base, Outcome.UNPROVEN)):
+        assert check_ancestry(parents, given).outcome is outcome
 
 
 def test_unrelated_parents_are_refused_and_nothing_is_written(home: Path, tmp_path: Path):
@@ -106,7 +144,8 @@ def test_layers_that_do_least_go_and_the_rest_is_bit_for_bit(home: Path, tmp_pat
     assert found.exit_code == 0, str(found)
     assert open_artifact(tmp_path / "made").config.depth == open_artifact(home / "base").config.depth - 1
     assert any("influence of layers" in line for line in said)
-    for wrong in ({"layers": None}, {"layers": 1, "data": None}, {"layers": None, "drop": (99,)}):
+    for wrong in ({"layers": None}, {"layers": 1, "data": None}, {"layers": None, "drop": (99,)},
+                  {"layers": None, "drop": (0, 0)}):
         with pytest.raises(UsageError):
             merge.prune(PruneLayers(model=str(home / "base"), out=str(tmp_path / "other"), **wrong), lambda _: None)
 

@@ -19,7 +19,8 @@ from assay.recipes.memory_plan import PlannedWork, plan_memory, planned_model
 from assay.recipes.options import Sft
 from assay.recipes.starting_model import load_start
 from assay.recipes.trainer import Trainer
-from assay.store.artifact import open_artifact
+from assay.store import artifact
+from assay.store.artifact import Destination, open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.testing.tiny_models import examine_folder, nudge, save_hf_folder, tiny_model
 from assay.testing.tiny_training import NoProver
@@ -70,7 +71,7 @@ def test_the_manifest_names_the_weights_that_were_trained_on(home: Path, ran: tu
     outcome, said = ran
     assert outcome.exit_code == 0
     assert any("the base is held in nf4" in line for line in said)
-    assert any("going on from step 2" in line for line in said)
+    assert any("resuming from step 2" in line for line in said)
     assert any("adamw_8bit at" in line for line in said)
     recorded = open_checkpoint(home / "run" / "adapter").facts["base"]
     assert recorded == {"weights": open_artifact(home / "base", held="nf4").digest, "path": str(home / "base"), "held": "nf4"}
@@ -113,6 +114,15 @@ def test_the_witness_makes_the_same_weights_from_its_own_table(dtype: str, famil
     due = due_base(read_safetensors(folder), dtype, transposed=family == "gpt2")
     for name, tensor in to_foreign(hf_layout(base.config), base.tensors).items():
         assert torch.equal(due[name], tensor), name
+
+
+def test_a_base_that_lies_in_bf16_already_is_carried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An 8B was carried twice, and did not fit into 24 GiB."""
+    folder, carried = save_hf_folder(tmp_path / "base", tiny_model().bfloat16()), list[torch.Tensor]()
+    monkeypatch.setattr(artifact, "carried_to", lambda tensor, device: (carried.append(tensor), tensor)[1])
+    opened = open_artifact(folder, to=Destination("cpu"), held="bf16")
+    assert len(carried) == len(opened.raw.tensors)
+    assert (opened.held, opened.digest) == (None, open_artifact(folder).digest)
 
 
 def test_what_is_frozen_takes_few_bits_and_is_planned_so(home: Path, tmp_path: Path):

@@ -92,7 +92,7 @@ def test_killed_while_a_checkpoint_is_sent_a_fresh_machine_goes_on_bit_for_bit(t
     assert (tmp_path / "store" / CHECKPOINTS / "step-000012" / "model.safetensors").exists()
     said = list[str]()
     config, _ = sit(tmp_path / "elsewhere", tmp_path / "store", said)
-    assert any("going on from step 6" in line for line in said), said
+    assert any("resuming from step 6" in line for line in said), said
     assert left_by(config) == uninterrupted
     assert record_names(RemoteFolder(config.remote))[0] == f"step-{STEPS:06d}"
 
@@ -108,7 +108,7 @@ def test_what_rots_in_the_store_is_passed_over_and_the_record_before_it_taken(tm
     said = list[str]()
     sit(tmp_path / "elsewhere", store, said, after=stop)
     assert any(line.startswith("passed over") and "hash to" in line for line in said), said
-    assert any("going on from step 12" in line for line in said), said
+    assert any("resuming from step 12" in line for line in said), said
     for name in record_names(there):
         flip_bit(store / RECORDS / name / RECORD_INDEX, byte=40)
     with pytest.raises(UsageError, match="nothing can be gone on with"):

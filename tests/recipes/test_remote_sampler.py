@@ -10,10 +10,19 @@ import torch
 
 from assay.data.batch import Batch
 from assay.errors import AssayError, GuardStop, UsageError
-from assay.generate.generation_request import GenerationRequest, Sampling
+from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.remote import HttpServer, RemoteDraw, RemoteReply, VllmServer, connect, fault_of_reply
 from assay.guard.policy_identity import MOST_LAST_BITS, LogprobFloor, check_identity, measure_last_bits
-from assay.guard.remote_policy import canary_prompts, check_engine_floor, check_importance, floor_of_server
+from assay.guard.remote_policy import (
+    NO_FLOOR,
+    CanaryAnswers,
+    canary_floor,
+    canary_prompts,
+    check_canaries,
+    check_engine_floor,
+    check_importance,
+    floor_of_server,
+)
 from assay.learn.importance import corrected, truncated_importance
 from assay.recipes import grpo as recipe
 from assay.recipes.remote_sampler import RemoteSampler
@@ -239,3 +248,12 @@ def test_where_nothing_is_corrected_what_is_drawn_may_differ_by_nothing(cap: flo
         floors = sampler.identity_floor(wide), sampler._canary_floor(sampler._ask_canaries())
     assert all(floor.demanded is (cap is None) for floor in floors)
     assert all((floor.bound_alone < 1e-4) is (cap is None) for floor in floors)
+
+
+@pytest.mark.parametrize(("apart", "outcome"), [(0.0103, Outcome.PROVEN), (0.018, Outcome.PROVEN), (0.022, Outcome.REFUTED)])
+def test_a_server_in_bf16_may_be_as_far_off_as_its_own_kernels_round(apart: float, outcome: Outcome):
+    """Seen: 1.03 times what our kernels' bf16 did on the same tokens, after an update by which rounding had outgrown the engine's floor."""
+    exact = [[-1.0] * 8]
+    answers = CanaryAnswers([(1, 2)], [Completion((3,) * 8, (-1.0,) * 8, "length", "1@a")], server=[[-1.0 - apart] * 8],
+                            trainer=exact, exact=exact, rounded=[[-0.99] * 8], last_bits=NO_FLOOR)
+    assert check_canaries(answers, canary_floor(LogprobFloor(1e-3, 2e-3, 64), answers), "1@a").outcome is outcome

@@ -12,7 +12,7 @@ from assay.data.batch import Batch
 from assay.data.chat import render_conversations
 from assay.data.layouts import Conversation
 from assay.data.preferences import read_preferences, render_pairs
-from assay.errors import AssayError, UsageError
+from assay.errors import AssayError, DataError, UsageError
 from assay.guard.reward_model_checks import check_reward_head
 from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
 from assay.model.resize_embeddings import with_new_tokens
@@ -116,6 +116,9 @@ def test_swapped_columns_are_caught_by_pairs_held_out(home: Path, tmp_path: Path
     assert "direction" in [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
     with pytest.raises(UsageError, match="leave it out"):
         reward_model.reward_model(options(home, tmp_path / "other", lora_r=4), lambda _: None)
+    further = write(tmp_path / "margins.jsonl", [row | {"margin": 0.5} for row in pairs()])
+    with pytest.raises(DataError, match=r"margins.jsonl:1: the column margin is 0.5"):
+        reward_model.reward_model(options(home, tmp_path / "other", data=(str(further),)), lambda _: None)
 
 # ---------------------------------------------------------------- as the reward of a run
 

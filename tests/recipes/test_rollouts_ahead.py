@@ -97,7 +97,7 @@ def test_episodes_played_ahead_wait_in_the_checkpoint_as_they_were():
     turn = Piece("policy", said.ids, said.logprobs, said.version, "stop")
     trajectory = Trajectory("0/a/0", "a", 0, (TokenSequence((Piece("template", (1, 2)), turn)),), ({"role": "user", "content": "?"},),
                             (0.5, 0.1), "done", calls=1)
-    played = PlayedEpisodes([[trajectory]], [SampledTurn((1, 2), said)], {"0/a/0": [0.5, 0.1]})
+    played = PlayedEpisodes([[trajectory]], [SampledTurn((1, 2), said)], {"0/a/0": [0.5, 0.1]}, ["0/a/0"])
     assert read_drawn(plain(drawn_json(played)), ()) == played
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from assay.guard import proof
 from assay.guard.proof import Prover, hallmark_or_quarantine
 from assay.recipes import run as run_module
 from assay.recipes.run import Run, plain, rewrite_json_rows
+from assay.recipes.starting_model import day_of_run
 from assay.store import durable
 from assay.store.checkpoint import Contents, latest_checkpoint, open_checkpoint, step_folders
+from assay.store.ledger import Event
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import read_json_lines
 from assay.testing.tiny_training import NoProver
@@ -33,6 +36,13 @@ from tests.refusals import stopped_by
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(run_module, "Prover", NoProver)
     return Run(tmp_path / "run", options(tmp_path / "run"), say=lambda _: None)
+
+
+def test_a_run_is_of_the_day_on_which_it_began_whenever_it_goes_on(run: Run):
+    begun = datetime.fromisoformat(json.loads(run.ledger.path.read_text().splitlines()[0])["time"])
+    run.log(Event.TIME)
+    assert day_of_run(run.folder) == begun
+    assert abs(day_of_run(run.folder / "another") - datetime.now()) < timedelta(minutes=1)
 
 
 def test_the_same_options_are_the_same_run_and_others_are_another(tmp_path: Path):

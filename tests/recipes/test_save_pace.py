@@ -39,12 +39,44 @@ def test_the_next_one_comes_when_the_last_has_cost_little(cost: float, apart: fl
     assert pace.due()
 
 
+def test_a_checkpoint_costs_what_it_slows_too():
+    """Two hours of steps of 40 ms: each checkpoint stops the loop for a second, and the next ten seconds of steps take twice as long."""
+    now, lost, busy_until, began = Now(), 0.0, 0.0, 1000.0
+    now.seconds = began
+    pace = SavePace(now)
+    while now.seconds < began + 7200:
+        beside = now.seconds < busy_until
+        now.seconds += 16 * (0.08 if beside else 0.04)
+        lost += 16 * 0.04 * beside
+        pace.read(0.08 if beside else 0.04, 16, beside=now.seconds < busy_until)
+        if pace.due():
+            now.seconds += 1.0
+            lost, busy_until = lost + 1.0, now.seconds + 10.0
+            pace.saved(1.0)
+    assert lost > 0.01 * 7200, "as often as it may"
+    assert lost <= 0.021 * 7200  # the first comes before it is known what one costs
+
+
+def test_steps_that_are_slow_by_themselves_cost_a_checkpoint_nothing():
+    pace = SavePace(Now())
+    for seconds in (0.04, 0.06, 0.05, 0.04, 0.06, 0.05):
+        pace.read(seconds, 16, beside=False)
+    pace.saved(1.0)
+    for seconds in (0.04, 0.06) * 400:
+        pace.read(seconds, 16, beside=True)
+    assert pace.apart == LEAST_APART
+
+
 def paced(out: Path, monkeypatch: pytest.MonkeyPatch, tick: float) -> Any:
     """A run whose clock goes by `tick` seconds at each look, and which is told nothing of how often to save."""
-    monkeypatch.setattr(trainer, "SavePace", lambda: SavePace(Now(tick)))
+    pace, steps = SavePace(Now(tick)), list[int]()
+    read = pace.read
+    monkeypatch.setattr(pace, "read", lambda seconds, count, *, beside: (steps.append(count), read(seconds, count, beside=beside)))
+    monkeypatch.setattr(trainer, "SavePace", lambda: pace)
     monkeypatch.setattr(pretrain, "PRETRAINING_EVALUATED_EVERY", EVERY)
     config = options(out, save_steps=None)
     sit(config)
+    assert sum(steps) == STEPS, "the pace is told of every step"
     return config
 
 

@@ -217,14 +217,14 @@ def test_fine_tuning_that_improves_no_more_is_stopped_early(home: Path, tmp_path
     assert (tmp_path / "run" / "model").exists()
 
 
-def test_the_parent_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_parents_file_in_memory_is_not_what_is_trained(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     starts: list[StartingModel] = []
     whole = starting_model.load_start
     monkeypatch.setattr(sft, "load_start", lambda *given: (starts.append(whole(*given)), starts[0])[1])
     tuned(options(home, tmp_path / "run", max_steps=2))
-    before = open_artifact(home / "base").tensors
-    assert all(torch.equal(starts[0].parent.tensors[name], tensor) for name, tensor in before.items())
-    assert not all(torch.equal(parameter, before[name]) for name, parameter in starts[0].model.named_parameters())
+    before = open_artifact(home / "base")
+    assert all(torch.equal(starts[0].parent.raw.tensors[name], tensor) for name, tensor in before.raw.tensors.items())
+    assert not all(torch.equal(parameter, before.tensors[name]) for name, parameter in starts[0].model.named_parameters())
 
 
 def test_only_the_adapter_moves_and_every_part_of_it(home: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,18 @@ def said(out: Path) -> dict[str, str]:
 
 def test_a_vector_moves_towards_the_chosen_and_leaves_nothing(home: Path, tmp_path: Path):
     assert assay(asked(home, tmp_path / "a", "--scale", "0.5", "--max-cost", "1")) == 0
-    assert said(tmp_path / "a") == {"steering": "PROVEN", "steering cost": "PROVEN", "passing": "PROVEN"}
+    assert said(tmp_path / "a") == dict.fromkeys(("statistics", "contrast", "steering", "steering cost", "passing"), "PROVEN")
     assert assay(asked(home, tmp_path / "b", "--scale", "-0.5", "--max-cost", "1")) == 3
     assert said(tmp_path / "b")["steering"] == "REFUTED"
     assert assay(asked(home, tmp_path / "c", "--scale", "50", "--max-cost", "0.01")) == 3
     assert said(tmp_path / "c")["steering cost"] == "REFUTED"
+
+
+def test_a_vector_that_is_not_the_pairs_is_seen(home: Path, tmp_path: Path):
+    made = recipe.contrast_vector
+    with swap(recipe, "contrast_vector", lambda *given: replace(right := made(*given), vector=3 * right.vector)):
+        assert assay(asked(home, tmp_path / "run", "--scale", "0.15", "--max-cost", "1")) == 3
+    assert said(tmp_path / "run")["contrast"] == "REFUTED"
 
 
 def test_a_vector_that_stays_is_seen(home: Path, tmp_path: Path):
@@ -125,7 +133,7 @@ def test_a_vector_of_other_weights_a_wrong_scale_and_other_verbs_are_refused(hom
     save_model(tmp_path / "other", tiny_model("llama", 3))
     for command, words in ((["sample", str(tmp_path / "other"), "--steer", str(vector)], "another model's directions mean nothing here"),
                            (["sample", str(home / "model"), "--steer", f"{vector}:much"], "'much' is no number"),
-                           (["sample", str(home / "model"), "--steer", str(tmp_path / "none")], "cannot be read as a steering vector"),
+                           (["sample", str(home / "model"), "--steer", str(tmp_path / "none")], "none: no such file"),
                            (["probe", str(vector)], "a steering vector, which is no model")):
         assert assay([*command, "--device", "cpu", *(["--prompt", "a", "--raw"] if command[0] == "sample" else [])]) in (2, 3, 4)
         assert words in capsys.readouterr().err

@@ -1,12 +1,15 @@
 """The before-after suite: a model that collapsed to arithmetic is REFUTED, by the verb and at the end of a run; a sound child is not."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from assay.cli import run as assay
+from assay.comparison.pairwise import Comparison
+from assay.comparison.read_results import Arm, ScoredRun
 from assay.data.chat import TrainingExample as Example
 from assay.data.packing import packed_rows
 from assay.errors import UsageError
@@ -16,7 +19,8 @@ from assay.learn.optim import adamw
 from assay.model.transformer import Transformer
 from assay.recipes import hand_over, run, sft, starting_model
 from assay.recipes.options import Sft
-from assay.recipes.suite import read_suite
+from assay.recipes.suite import PROBES, Suite, judge_suite, read_suite, room_to_lose
+from assay.statistics.estimate import Estimate
 from assay.store.checkpoint import QUARANTINE
 from assay.testing.tiny_facts import fact_sentences
 from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
@@ -97,13 +101,29 @@ def test_the_verb_gives_one_verdict_and_its_numbers(home: Path, collapsed: Path,
 
 
 @pytest.mark.parametrize(("text", "words"), [("tasks: {a: {task: text, dta: x}}", "a has dta"), ("probes: false", "nothing to ask"),
-                                             ("taks: {}", "the file has taks"), ("tasks: {probes: {task: arithmetic}}", "another name")])
+                                             ("taks: {}", "the file has taks"), ("tasks: {probes: {task: arithmetic}}", "another name"),
+                                             ("level: 5.0", "level is 5.0; expected the chance"), ("probes: {margin: .nan}", "margin is"),
+                                             ("tasks: {a: {task: text, margin: -1}}", "a: margin is -1")])
 def test_a_suite_is_read_strictly(text: str, words: str, tmp_path: Path):
     (tmp_path / "suite.yaml").write_text(text)
     with pytest.raises(UsageError, match=words):
         read_suite(tmp_path / "suite.yaml")
     with pytest.raises(UsageError, match="no such file"):
         read_suite(tmp_path / "none.yaml")
+
+
+def test_what_the_parent_cannot_do_proves_nothing():
+    """A task on which it scores 1 in 50 cannot be forgotten by more than a margin of 0.05, nor can healthy text where it has none."""
+    suite = Suite({"sums": {"task": "arithmetic"}}, {}, 0.05, Path())
+    kept = Comparison("parent", "child", "accuracy", "sums", False, Estimate(0.0, -0.01, 0.01, 50), 1.0, "problems", "not shown", None, (),
+                      None)
+    arm = lambda score, lower, group: Arm("parent", "", (ScoredRun("parent", {"a": (score,), "b": (score,)}),), lower, group)
+    rooms = [room_to_lose(arm(0.02, False, "sums")), room_to_lose(arm(0.4, False, "sums")), room_to_lose(arm(1.2, True, "wiki")),
+             room_to_lose(arm(0.75, True, PROBES))]
+    assert rooms == [0.02, 0.4, math.inf, 0.25]
+    assert judge_suite(suite, [kept], {"sums": rooms[1]}).outcome is Outcome.PROVEN
+    idle = judge_suite(suite, [kept], {"sums": rooms[0]})
+    assert (idle.outcome, "sums (0.02, margin 0.05)" in idle.reason) == (Outcome.UNPROVEN, True)
 
 
 def test_a_suite_that_cannot_be_asked_leaves_the_run_unproven_and_whole(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

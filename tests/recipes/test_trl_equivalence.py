@@ -11,11 +11,11 @@ import torch
 from assay.data.chat import render_conversations
 from assay.data.layouts import read_conversations
 from assay.data.packing import PackedExamples
-from assay.data.preferences import PackedPairs, read_preferences, render_pairs
+from assay.data.preferences import PackedPairs, pair_rows, read_preferences, render_pairs
 from assay.learn.loop import accumulated
 from assay.learn.objectives import averages, next_token
 from assay.learn.policy import token_logprobs
-from assay.learn.preference import PreferenceSettings, preference
+from assay.learn.preference import PreferenceSettings, pair_scores, preference
 from assay.model.families import hf_layout, to_foreign
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import save_hf_folder, tiny_model
@@ -112,3 +112,48 @@ def test_preference_loss_gradients_and_metrics_are_those_of_trl(loss_type: Any, 
     assert averages(found.metrics) == pytest.approx(theirs[2], rel=1e-4, abs=1e-5)
     for name, gradient in theirs[1].items():
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+# name of the loss: its settings here, and TRL's options
+WITHOUT_REFERENCE: dict[str, tuple[PreferenceSettings, dict[str, Any]]] = {
+    "cpo": (PreferenceSettings("simpo", 2.0, 0.1, 0.5),
+            {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5, "beta": 2.0, "label_smoothing": 0.1}),
+    "orpo": (PreferenceSettings("orpo", 0.3), {"beta": 0.3})}
+
+
+def trl_step_without_reference(name: str, policy: Path, out: Path, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    trl = pytest.importorskip(f"trl.experimental.{name}")
+    transformers, datasets = (pytest.importorskip(module) for module in ("transformers", "datasets"))
+    args = getattr(trl, f"{name.upper()}Config")(str(out), per_device_train_batch_size=len(PAIRS), report_to=[], use_cpu=True, bf16=False,
+                                                 disable_tqdm=True, gradient_checkpointing=False, max_length=128, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    trainer = getattr(trl, f"{name.upper()}Trainer")(model, args=args, train_dataset=datasets.Dataset.from_list(PAIRS),
+                                                     processing_class=transformers.AutoTokenizer.from_pretrained(policy))
+    model.train()
+    loss = trainer.compute_loss(model, next(iter(trainer.get_train_dataloader())))
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+def test_losses_without_a_reference_are_those_of_trl(name: str, two_models: tuple[Path, Path], tmp_path: Path):
+    """ORPO's is of the chosen answer here, a mean for each pair, as in its paper. TRL's is of prompt and answer, a mean over all tokens of
+    the micro-batch: put in the place of ours, it gives TRL's number and gradients."""
+    settings, options = WITHOUT_REFERENCE[name]
+    theirs = trl_step_without_reference(name, two_models[0], tmp_path / "out", **options)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    policy = open_artifact(two_models[0])
+    assert policy.tokenizer is not None
+    pairs, _ = render_pairs(read_preferences(tmp_path / "pairs.jsonl"), policy.tokenizer, policy.stops, length=128)
+    batch, model = pair_rows([[pair] for pair in pairs], 256), build_model(policy).requires_grad_(True)
+    loss = preference(settings)(model, batch).total / len(pairs)
+    if name == "orpo":
+        scores = pair_scores(model, batch, settings)
+        texts = [torch.tensor(pair.chosen.tokens).long() for pair in pairs]
+        whole = [model.logits(model.hidden(text[None])[0, :-1]).log_softmax(-1).gather(-1, text[1:, None]).sum() for text in texts]
+        loss = loss + (scores.chosen / scores.chosen_tokens)[scores.counts].mean() - sum(whole) / sum(len(text) - 1 for text in texts)
+    loss.backward()
+    ours = to_foreign(hf_layout(model.config), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert float(loss.detach()) == pytest.approx(theirs[0], rel=1e-5)
+    for tensor, gradient in theirs[1].items():
+        assert (ours[tensor] - gradient).norm() <= 1e-5 * gradient.norm(), tensor
