@@ -11,6 +11,7 @@ from pathlib import Path
 
 from assay.agents.environment_pool import EnvironmentPool
 from assay.agents.episodes import EpisodeTask, PlayedEpisodes, TurnLimits, play_episodes
+from assay.agents.tool_calls import HERMES
 from assay.agents.trajectory import Trajectory
 from assay.agents.transcript import ChatWriter
 from assay.data.batch import Batch
@@ -19,12 +20,14 @@ from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import check_version, version_name
 from assay.guard.trajectory_checks import (
+    check_episode_ends,
     check_episode_rewards,
     check_every_turn,
     check_inserted_ids,
     check_inserted_tokens,
     check_kinds,
     check_token_law,
+    check_tool_format,
     check_trajectory_weights,
 )
 from assay.learn.advantage import group_advantages
@@ -82,8 +85,9 @@ def run_episodes(template: str = REWRITING_TEMPLATE) -> list[Verdict]:
             check_token_law(batch, played.sampled, sequences, stop_ids=TURN_STOPS, cap=TURN_TOKENS),
             check_trajectory_weights(batch, trajectories, counted, "sequence", TURNS * TURN_TOKENS),
             check_episode_rewards(trajectories, [reward for group in rewards for reward in group], played.given),
-            check_kinds(dropped, every, 0.05), check_inserted_tokens(model, objective, shown, mask),
-            check_inserted_ids(model, objective, shown, mask, 1.0)]
+            check_episode_ends(trajectories, played.over, TURNS), check_kinds(dropped, every, 0.05),
+            check_inserted_tokens(model, objective, shown, mask),
+            check_inserted_ids(model, objective, shown, mask, 1.0), check_tool_format(templated(tool_template()), HERMES)]
 
 
 TURN_STOPS = tuple(range(250, 258))
@@ -94,6 +98,12 @@ def templated(template: str) -> Tokenizer:
     return Tokenizer(tokenizer.document, tokenizer.settings, {"default": template})
 
 # ---------------------------------------------------------------- the stages
+
+
+def tool_template() -> str:
+    """How the model's chat template writes a call."""
+    return ("{% for message in messages %}{{ message.content }}{% for call in message.tool_calls %}<tool_call>"
+            "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}{% endfor %}")
 
 
 def as_played(played: PlayedEpisodes) -> PlayedEpisodes:

@@ -19,6 +19,7 @@ from assay.generate.generation_request import Sampling
 from assay.guard.distillation_checks import check_drawn_tokens, check_own_words_loss
 from assay.guard.kto_checks import check_feedback, check_feedback_direction, check_kl_estimate, check_kto_moves, preflight_kto
 from assay.guard.merge_checks import check_merged_bytes, check_relatives, check_same_shape
+from assay.guard.preference_checks import moved_reference
 from assay.guard.reward_model_checks import check_reward_head, preflight_reward_model
 from assay.learn import bradley_terry, distillation, loop, unpaired
 from assay.learn.bradley_terry import REWARD_TOKEN, RewardModelSettings
@@ -85,12 +86,12 @@ def kto_steps(policy: Any, pairs: Sequence[LabelledPair], stored: StoredReferenc
 
 
 def a_kto_preflight(folder: Path, plant: Plant) -> list[Verdict]:
-    """Of a policy that has left its reference, so that there is a KL to estimate."""
+    """Of a policy that is its reference, as before step 1; the KL is estimated against a reference that it has left."""
     settings = KtoSettings()
     with plant(folder):
-        pairs, policy = tiny_feedback(folder), tiny_model("llama", 3)
-        stored = asked_reference(folder, pairs, parent_model())
-        batch = unpaired.with_baseline(policy, stored.attached(PackedFeedback(pairs, 0, 4, ROW).batch(0)), 2)
+        pairs, policy = tiny_feedback(folder), parent_model()
+        batch = asked_reference(folder, pairs, parent_model()).attached(PackedFeedback(pairs, 0, 4, ROW).batch(0))
+        batch = unpaired.with_baseline(policy, moved_reference(batch), 2)
         objective = unpaired.kto_objective(settings)
         return [check_feedback(pairs), check_kl_estimate(policy, batch), *preflight_kto(policy, objective, batch, settings)]
 
@@ -166,8 +167,15 @@ def prompt_alone(prompt: Prompt) -> TrainingExample:
 
 
 def a_merge_of_models(folder: Path, plant: Plant) -> list[Verdict]:
+    return merged_two(folder, plant, Merge("ties", (1.0, 1.0), density=0.3))
+
+
+def a_merge_by_lot(folder: Path, plant: Plant) -> list[Verdict]:
+    return merged_two(folder, plant, Merge("dare", (1.0, 1.0), density=0.3))
+
+
+def merged_two(folder: Path, plant: Plant, asked: Merge) -> list[Verdict]:
     """A base, two models that moved from it, and their merge, where they may be merged."""
-    asked = Merge("ties", (1.0, 1.0), density=0.3)
     with plant(folder):
         for place, name in enumerate(("base", "one", "two")):
             save_model(folder / name, fine_tune(place))

@@ -253,6 +253,7 @@ def a_save(family: str = "llama") -> Job:
     return job
 
 
+@functools.cache
 def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
     """A trained model is saved beside its parent; struck while it is saved."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

@@ -12,7 +12,9 @@ from assay.data.preferences import PackedPairs, PreferencePair, pair_rows
 from assay.data.reference_store import StoredReference, open_reference, pair_answers, write_reference
 from assay.evaluation.held_out_pairs import score_pairs
 from assay.guard.preference_checks import (
+    check_contradictions,
     check_direction,
+    check_held_out_prompts,
     check_loss_at_reference,
     check_loss_moves,
     check_pair_reference,
@@ -38,6 +40,10 @@ def preference_rows(count: int = 24, first: int = 0) -> list[dict[str, Any]]:
             for number in range(first, first + count)]
 
 
+def held_out_rows() -> list[dict[str, Any]]:
+    return preference_rows(16, 40)
+
+
 def write_rows(where: Path, rows: Sequence[dict[str, Any]]) -> Path:
     where.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return where
@@ -47,6 +53,11 @@ def tiny_pairs(folder: Path, *, length: int = SIDE_TOKENS) -> list[PreferencePai
     """Read from a file and rendered, as a run's are; some are longer than `length` where that is short."""
     said = preferences.read_preferences(write_rows(folder / "pairs.jsonl", preference_rows()))
     return preferences.render_pairs(said, *tokenizer_and_stops(), length=length, over="truncate")[0]
+
+
+def held_out_pairs(folder: Path) -> list[PreferencePair]:
+    said = preferences.read_preferences(write_rows(folder / "held.jsonl", held_out_rows()))
+    return preferences.render_pairs(said, *tokenizer_and_stops(), length=SIDE_TOKENS)[0]
 
 
 def asked_reference(folder: Path, pairs: Sequence[PreferencePair], model: Transformer) -> StoredReference:
@@ -89,6 +100,13 @@ def pairs_cut(folder: Path, plant: Plant) -> list[Verdict]:
         return [check_pairs(tiny_pairs(folder, length=24))]
 
 
+def pairs_audited(folder: Path, plant: Plant) -> list[Verdict]:
+    """Pairs to learn and pairs held out, as a set."""
+    with plant(folder):
+        pairs, held_out = tiny_pairs(folder), held_out_pairs(folder)
+        return [check_contradictions([pair.preference for pair in pairs], "pair"), check_held_out_prompts(pairs, held_out, "pair")]
+
+
 def pairs_read(folder: Path, plant: Plant) -> list[Verdict]:
     file = write_rows(folder / "pairs.jsonl", preference_rows())
     with plant(folder):
@@ -98,8 +116,7 @@ def pairs_read(folder: Path, plant: Plant) -> list[Verdict]:
 def a_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
     """Some steps; then what was learned is asked of other pairs, and the reference of its parent."""
     settings = PreferenceSettings()
-    held_out = preferences.render_pairs(preferences.read_preferences(write_rows(folder / "held.jsonl", preference_rows(16, 40))),
-                                        *tokenizer_and_stops(), length=SIDE_TOKENS)[0]
+    held_out = held_out_pairs(folder)
     with plant(folder):
         pairs, policy = tiny_pairs(folder), parent_model()
         stored = asked_reference(folder, pairs, reference_for(policy))

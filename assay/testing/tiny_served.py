@@ -21,6 +21,7 @@ from assay.testing.tiny_models import nudge, save_model, tiny_model
 from assay.verdict import Outcome, Verdict, proven, refuted
 
 MEMBERS, ROUNDS, RATE = 5, 2, 5e-2  # the last of a group crashes, and its reward is unknown
+ERRORS = 0.12  # of 20: one of a group may crash, in both rounds
 ASKED = "a question that is long enough to be worth keeping in a cache"
 REFUSALS = {"other_version": "version"}  # by the code of the refusal
 
@@ -30,7 +31,7 @@ def a_served_policy(folder: Path, plant: Plant) -> list[Verdict]:
     base = save_model(folder / "base", nudge(tiny_model("qwen3", vocab=270), 0.3)).folder
     serving = EngineThread(ServerSize(slots=2))
     model = serving.open("policy", base, learns=True)
-    policy = serving.ask(lambda: ServedPolicy(model, folder / "out", RATE)).result()
+    policy = serving.ask(lambda: ServedPolicy(model, folder / "out", RATE, errors=ERRORS)).result()
     with serve_in_background(serving, policy=policy) as url, plant(folder):
         return decisive(run_rounds(serving, policy, url))
 

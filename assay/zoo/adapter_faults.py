@@ -57,6 +57,7 @@ _HEAD: dict[str, Any] = {"family": "llama3", "replaced": ("head.weight",)}  # an
 # ---------------------------------------------------------------- jobs
 
 
+@functools.cache
 def an_adapter(family: str = "llama", **options: Any) -> Job:
     """Ours, saved well beside its base; struck on the disk, or in our own code while it loads."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -67,6 +68,7 @@ def an_adapter(family: str = "llama", **options: Any) -> Job:
     return job
 
 
+@functools.cache
 def a_peft_folder(family: str = "llama", **options: Any) -> Job:
     """Another tool's, struck on the disk: it names its base by path and records nothing else about it."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
@@ -104,6 +106,7 @@ def a_dora_folder(folder: Path, plant: Plant) -> list[Verdict]:
         return examine_folder(where)
 
 
+@functools.cache
 def an_adapter_save(family: str = "llama", **options: Any) -> Job:
     """Struck while our own code saves it."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:

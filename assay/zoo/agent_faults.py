@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from assay.agents import episodes
 from assay.agents.episodes import PlayedEpisodes
 from assay.agents.trajectory import Piece, TokenSequence, Trajectory
 from assay.agents.transcript import Transcript
@@ -150,6 +151,15 @@ def tools_dropped(usual: Any, played: PlayedEpisodes) -> PlayedEpisodes:
               for group in usual(played).groups]
     return replace(played, groups=groups)
 
+
+@rollout_fault("tool calls in a format that nobody reads", ("N16", "N19"), "tools", "tool_format")
+@in_place_of(tiny_episodes, "tool_template")
+def calls_in_xml(usual: Any) -> str:
+    """The model writes <function=name>, as later Qwens do, between the tags that its forerunners put around JSON: none of its calls is
+    read, and only what does without a tool is ever rewarded."""
+    return ("{% for message in messages %}{{ message.content }}{% for call in message.tool_calls %}<tool_call><function="
+            "{{ call.function.name }}></function></tool_call>{% endfor %}{% endfor %}")
+
 # ---------------------------------------------------------------- where it came from
 
 
@@ -177,6 +187,12 @@ def older_version(usual: Any, played: PlayedEpisodes) -> PlayedEpisodes:
 def last_sequence_only(usual: Any, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Of an episode whose history the template rewrote, only the last sequence is kept."""
     return [replace(each, sequences=each.sequences[-1:]) for each in usual(trajectories)]
+
+
+rollout_fault("episodes cut after their first turn", (), "rollout", "episode_ends")(
+    # Every episode is taken for done, though its environment goes on: what is learned is to answer at once.
+    in_place_of(episodes, "take_replies")(lambda usual, writer, live, replies: usual(
+        writer, live, {name: replace(reply, done=True) for name, reply in replies.items()})))
 
 
 @rollout_fault("a branched episode counts once a branch", ("N31",), "weights", "trajectory_weights")

@@ -156,6 +156,11 @@ fault("end never taught", rows=("D06",), stage="data", check="stop", job=a_chat_
     lambda _: swap(TemplateWriter, "until_stop", lambda writer, tail: ""))
 
 
+fault("packed examples in one document", rows=(), stage="data", check="batch", job=a_chat_audit(ChatData(length=400)))(
+    # Every token and weight is as it was audited, and each example reads those before it in its row.
+    in_place_of(packing, "packed_rows")(lambda usual, *given: replace(made := usual(*given), documents=made.documents.clamp(max=0))))
+
+
 @fault("end masked as padding", rows=("D07",), stage="data", check="batch", job=a_chat_audit())
 @in_place_of(packing, "packed_rows")
 def end_masked_as_padding(usual: Any, rows: Sequence[Sequence[TrainingExample]], length: int, fill: int) -> Batch:

@@ -126,6 +126,9 @@ def a_fetch_from_a_store(folder: Path, plant: Plant) -> list[Verdict]:
 fault("empty host map", rows=("S2",), stage="export", check="save", job=a_save())(
     # The trained weights are elsewhere, and what is serialised holds none.
     lambda _: saving_weights(lambda weights: {}))
+fault("no index beside the weights", rows=(), stage="save", check="hashes", job=a_proof_in_a_fresh_process)(
+    # It loads here; a server that goes by the files' names takes probes and moments for weights too.
+    lambda _: swap(checkpoint, "write_index", lambda folder, facts, stem: {}))
 fault("empty weights file", rows=("S2", "C01"), stage="load", check="architecture", job=a_folder())(
     # 40 bytes, valid: today's loaders make a random model of it.
     on_disk(lambda folder: (folder / WEIGHTS_FILE).write_bytes((32).to_bytes(8, "little") + b'{"__metadata__":{"format":"pt"}}')))

@@ -108,7 +108,7 @@ def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
     text = moments.compute_moments(before.model, moments_text(folder).rows, [LAYER])
     with plant(folder):
         solve_by = memit.memit_solver(text, 10.0)
-        edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(2), [LAYER], solve_by, around, AIM, parent=None)
+        edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(6), [LAYER], solve_by, around, AIM, parent=None)
     with patched(after.model, edited.patch):
         return [edit_drift.check_edit_drift(edit_drift.probe_edit(before, after, rounds=2, seed=0))]
 

@@ -11,6 +11,7 @@ from assay.data import feedback
 from assay.data.batch import Batch
 from assay.data.chat import TrainingExample
 from assay.data.feedback import LabelledPair
+from assay.evaluation import held_out_feedback
 from assay.learn import bradley_terry, distillation, unpaired
 from assay.learn.preference import PairScores
 from assay.model import merging
@@ -22,6 +23,7 @@ from assay.testing.fault_injection import fault, in_place_of, swap
 from assay.testing.tiny_methods import (
     a_kto_preflight,
     a_kto_run,
+    a_merge_by_lot,
     a_merge_of_models,
     a_score_head_preflight,
     a_stranger_reward_model,
@@ -56,6 +58,16 @@ def kl_of_each_micro_batch(_: Any, model: Transformer, batch: Batch, micro: int)
     return replace(batch, baseline=torch.cat(parts) + torch.arange(len(parts))[:, None] * 1e-3)
 
 
+fault("KTO's KL of its own answers", rows=(), stage="loss", check="kl", job=a_kto_preflight)(
+    # The reward is then compared with itself: of a policy that is still its reference both are 0, and it shows later, if ever.
+    in_place_of(unpaired, "pair_scores")(lambda usual, *given: (scores := usual(*given))._replace(
+        rejected=scores.chosen, rejected_reference=scores.chosen_reference)))
+fault("KTO's KL added instead of taken off", rows=(), stage="loss", check="loss", job=a_kto_preflight)(
+    in_place_of(unpaired, "kto_losses")(lambda usual, settings, ratio, labels, baseline: usual(settings, ratio, labels, -baseline)))
+fault("KTO's evaluation by another baseline", rows=(), stage="eval", check="scores", job=a_kto_preflight)(
+    # Training is right; the held-out loss, by which the best step is chosen, is another's.
+    in_place_of(held_out_feedback, "kto_losses")(lambda usual, settings, ratio, labels, baseline: usual(
+        settings, ratio, labels, baseline + 1)))
 fault("KTO's weights exchanged", rows=(), stage="loss", check="loss", job=a_kto_preflight)(
     in_place_of(unpaired, "kto_losses")(lambda usual, settings, ratio, labels, baseline: usual(settings, ratio, -labels, baseline)))
 
@@ -74,6 +86,11 @@ fault("reward model asked in the policy's template", rows=(), stage="reward", ch
     in_place_of(model_reward, "_conversation")(lambda usual, path, artifact, asked, completion: replace(
         usual(path, artifact, asked, completion), messages=(),
         plain=(tokenizer_and_stops()[0].render(asked.messages, add_generation_prompt=True), completion))))
+
+fault("chats that the reward model reads as plain text", rows=(), stage="reward", check="reward words", job=a_stranger_reward_model)(
+    # No marker of a turn, its own or another's: texts of a kind that it was never trained on.
+    in_place_of(model_reward, "_conversation")(lambda usual, path, artifact, asked, completion: replace(
+        usual(path, artifact, asked, completion), messages=(), plain=(asked.messages[-1]["content"], completion))))
 
 # ---------------------------------------------------------------- the student's own words
 
@@ -110,6 +127,10 @@ fault("TIES without its signs", rows=(), stage="merge", check="arithmetic", job=
     # A mean of all that was kept: where two fine-tunes disagree, they cancel.
     lambda _: swap(merging, "TASK_SUMS", merging.TASK_SUMS | {"ties": lambda asked, name, tasks: torch.stack(
         [merging.trimmed(task, asked.density) for task in tasks]).mean(0)}))
+fault("DARE without its scale", rows=(), stage="merge", check="arithmetic", job=a_merge_by_lot)(
+    # What is left of each task vector is not made larger: most of what was learned is gone, and no mean of entries shows it.
+    lambda _: swap(merging, "TASK_SUMS", merging.TASK_SUMS | {"dare": lambda asked, name, tasks: asked.density * merging.dare_sum(
+        asked, name, tasks)}))
 
 # ---------------------------------------------------------------- where in our code they are planted
 

@@ -94,6 +94,11 @@ fault("bf16 masters rounded to the nearest", rows=("O01",), stage="precision", c
     lambda _: swap(low_bit_adamw, "stochastically_rounded", lambda values, key, step: values.bfloat16()))
 
 
+fault("moments in 8 bits that are never read", rows=("O01",), stage="optimizer", check="moments", job=moments_in_8_bits)(
+    # Every step is taken as if it were the first: codes are right, and nobody asks for them.
+    lambda _: swap(low_bit_adamw, "_read", lambda state, name, shape, signed: torch.zeros(shape)))
+
+
 @fault("moments with the scale of the block before", rows=("O01",), stage="optimizer", check="moments", job=moments_in_8_bits)
 @in_place_of(low_bit_adamw, "decode_moments")
 def scale_of_the_block_before(usual: Any, codes: Tensor, scale: Tensor, shape: torch.Size, signed: bool) -> Tensor:

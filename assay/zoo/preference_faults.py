@@ -14,6 +14,7 @@ from assay.data.batch import Batch
 from assay.data.chat import TrainingExample
 from assay.data.preferences import PreferencePair
 from assay.data.reference_store import StoredReference
+from assay.evaluation import held_out_pairs
 from assay.learn import preference
 from assay.learn.objectives import Loss, Objective
 from assay.learn.policy import token_logprobs
@@ -22,7 +23,16 @@ from assay.model.transformer import Transformer
 from assay.testing import tiny_preferences
 from assay.testing.fault_injection import fault, in_place_of, on_disk, swap
 from assay.testing.tiny_models import tiny_model
-from assay.testing.tiny_preferences import a_live_preference_run, a_preference_preflight, a_preference_run, pairs_cut, pairs_read
+from assay.testing.tiny_preferences import (
+    a_live_preference_run,
+    a_preference_preflight,
+    a_preference_run,
+    pairs_audited,
+    pairs_cut,
+    pairs_read,
+    preference_rows,
+    write_rows,
+)
 
 # ---------------------------------------------------------------- the reference is not the parent
 
@@ -74,6 +84,21 @@ fault("chosen is rejected", rows=(), stage="data", check="rows", job=pairs_read)
     on_disk(lambda folder: _add_row(folder, {"prompt": "a ", "chosen": "b", "rejected": "b"})))
 fault("columns swapped against their scores", rows=(), stage="data", check="rows", job=pairs_read)(
     on_disk(lambda folder: _add_row(folder, {"prompt": "a ", "chosen": "b", "rejected": "c", "score_chosen": 2, "score_rejected": 9})))
+fault("sides that differ in white space alone", rows=(), stage="data", check="rows", job=pairs_read)(
+    # A margin is learned, held-out pairs are told apart, and what was taught is how a text ends.
+    on_disk(lambda folder: _add_row(folder, {"prompt": "a ", "chosen": "b", "rejected": "b \n"})))
+fault("completions that repeat the prompt", rows=(), stage="data", check="rows", job=pairs_read)(
+    # Whole texts beside a column prompt: every prompt is read twice, and the model learns to say it again.
+    on_disk(lambda folder: write_rows(folder / "pairs.jsonl", [
+        row | {side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in preference_rows()])))
+fault("every pair the other way round too", rows=(), stage="data", check="contradictions", job=pairs_audited)(
+    # Two files, one of them with its columns swapped: the gradients cancel, and the loss stays at ln 2.
+    in_place_of(tiny_preferences, "preference_rows")(lambda usual, *given: [each for row in usual(*given) for each in (
+        row, row | {"chosen": row["rejected"], "rejected": row["chosen"]})]))
+fault("prompts held out that are learned from", rows=("D19",), stage="data", check="held-out prompts", job=pairs_audited)(
+    # Pairs divided by rows where a prompt has several: what is held out has been seen.
+    in_place_of(tiny_preferences, "held_out_rows")(
+        lambda usual: [row | {"rejected": row["rejected"] + "?"} for row in preference_rows(16)]))
 fault("both sides written from one", rows=(), stage="data", check="pairs", job=pairs_cut)(
     in_place_of(preferences, "fit_pair")(lambda usual, pair, *given: PreferencePair(pair.id, pair.chosen, pair.chosen)))
 fault("prompt cut on one side only", rows=(), stage="data", check="pairs", job=pairs_cut)(
@@ -90,6 +115,11 @@ fault("preference the wrong way round", rows=(), stage="loss", check="loss", job
 fault("IPO by sums over tokens", rows=(), stage="loss", check="loss", job=a_preference_preflight(PreferenceSettings("ipo")))(
     # Its square then grows with the length of the answers.
     lambda _: swap(preference, "mean_margin", lambda scores: scores.chosen_ratio - scores.rejected_ratio))
+fault("margins of the rejected over the chosen", rows=(), stage="loss", check="figures", job=a_preference_preflight())(
+    # The loss is right, and all that is written of it says that the opposite is learned.
+    in_place_of(preference, "pair_rewards")(lambda usual, *given: tuple(reversed(usual(*given)))))
+fault("held-out margins at half their size", rows=(), stage="eval", check="scores", job=a_preference_preflight())(
+    in_place_of(held_out_pairs, "pair_rewards")(lambda usual, *given: [reward / 2 for reward in usual(*given)]))
 fault("preference that takes a mean", rows=("L03",), stage="loss", check="accumulation", job=a_preference_preflight())(
     # Where the loop counts on a sum over pairs: rows with few of them count as much as rows with many.
     lambda _: preferring(lambda loss: loss._replace(total=loss.total / loss.weight)))

@@ -252,7 +252,7 @@ def masked_in_the_divisor(usual: Any, lengths: Sequence[int], counted: Sequence[
     return replace(usual(lengths, counted, how), divisor=usual(lengths, [True] * len(lengths), how).divisor)
 
 
-fault("masked tokens in the divisor", rows=("R17",), stage="loss", check="policy_loss", job=a_grpo_run())(
+fault("masked tokens in the divisor", rows=("R17", "N31"), stage="loss", check="policy_loss", job=a_grpo_run())(
     in_place_of(tiny_grpo, "weigh_tokens")(lambda usual, lengths, *rest: replace(usual(lengths, *rest), divisor=float(sum(lengths)))))
 fault("truncation mask on everything", rows=("W05",), stage="advantage", check="counted", job=a_grpo_run(TinyGrpo(mask_truncated=True)))(
     # The option that leaves out what was cut leaves out what was not, too.

@@ -113,7 +113,7 @@ def nothing_written_down(recipe: Any) -> AbstractContextManager[None]:
     return together(*(swap(place, "write_down", lambda *_, **__: None) for place in places))
 
 
-def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, _: Any) -> HandedOver:
+def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, *_: Any) -> HandedOver:
     """In the place of `hand_over`."""
     best = evaluator.best_checkpoint()
     assert best is not None

@@ -1,5 +1,6 @@
 """Served policy faults: what an outside agent said is of other weights, paid twice, half lost, rewritten, or drawn after old keys."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from assay.model.attention import PADDING
 from assay.serving import policy_training
 from assay.serving.policy_training import OpenTrajectory
 from assay.testing import tiny_served
-from assay.testing.fault_injection import fault, in_place_of
+from assay.testing.fault_injection import fault, in_place_of, together
 from assay.testing.tiny_served import a_served_policy
 
 
@@ -40,6 +41,34 @@ def crash_is_zero(usual: Any, self: OpenTrajectory) -> Trajectory:
     """A trajectory that was closed with an error is taken for one that failed at its task."""
     found = usual(self)
     return found if found.error is None else replace(found, error=None, ended="done", rewards=(0.0,))
+
+
+@served_fault("agent's conversations with tools all crash", ("N16",), "reward", "episode_kinds")
+def tools_crash(folder: Any) -> Any:
+    """The agent's tool raises, so that whatever called it is closed with an error: what is learned from did without."""
+    asked = itertools.count()
+
+    def paid_or_closed(usual: Any, url: str, name: str, reward: float) -> None:
+        if next(asked) % 4 < 2:
+            usual(url, name, reward)
+        else:
+            tiny_served.post(url, f"/trajectories/{name}/close", {"error": "the tool raised"})
+
+    def with_a_call(usual: Any, self: OpenTrajectory) -> Trajectory:
+        return replace(usual(self), calls=int(self.error == "the tool raised"))
+
+    return together(in_place_of(tiny_served, "pay")(paid_or_closed)(folder), in_place_of(OpenTrajectory, "finished")(with_a_call)(folder))
+
+
+@served_fault("agent's update that changes no weight", ("N39",), "update", "movement")
+@in_place_of(policy_training, "train")
+def update_undone(usual: Any, model: Any, *given: Any, **options: Any) -> list[Any]:
+    """The optimizer holds other tensors than those that are served: a loss, a gradient, a new version, and the old policy."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    steps = list(usual(model, *given, **options))
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(kept)
+    return steps
 
 
 @served_fault("branch of an agent's conversation lost", ("N17",), "branch", "every_turn")

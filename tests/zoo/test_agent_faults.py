@@ -19,9 +19,11 @@ REASONS = {
     "episode error scored 0": "an error is no reward",
     "reward given twice": "counted twice",
     "only tool-free episodes kept": "episodes with tools are not learned from",
+    "tool calls in a format that nobody reads": "which the format hermes does not read",
     "trajectory of another version": "stale, or another model|other weights",
     "turn that goes on from the weights before": "sampler and trainer differ",
     "branch lost": "a branch was lost",
+    "episodes cut after their first turn": "its environment said that it goes on",
     "a branched episode counts once a branch": "is due",
     "log-probabilities shifted by a token": "in no trajectory as they were sampled",
 }

@@ -12,6 +12,7 @@ REASONS = {
     "mask off by one": "supervises 'he river 0<|im_end|>', meant was 'the river 0<|im_end|>'",
     "prompt measured alone": "20 of 20 prompts are other ids than their text alone becomes",
     "end never taught": "40 of 40 completions end with no supervised stop token",
+    "packed examples in one document": "examples that share the row would see each other",
     "end masked as padding": "are not those that were audited",
     "end of turn that stops nothing": "the chat template ends turns with '<|im_end|>', which stops nothing",
     "BOS twice": "20 examples begin with '<|endoftext|>' twice",

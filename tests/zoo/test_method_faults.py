@@ -9,16 +9,21 @@ REASONS = {
     "KTO's reference follows the policy": "the weights move and the loss does not",
     "KTO's completions not mismatched": "completions are not mismatched",
     "KTO's KL of each micro-batch": "a micro-batch would be compared with its own",
+    "KTO's KL of its own answers": "it was estimated on other completions",
+    "KTO's KL added instead of taken off": "the objective and its formula written out",
+    "KTO's evaluation by another baseline": "an evaluation's losses are not what its texts give",
     "KTO's weights exchanged": "the objective and its formula written out",
     "score head as it began": "the score head is the one that it began with",
     "reward of the first token": "the objective and its formula written out",
     "reward model asked in the policy's template": "<|im_end|> stands in its prompts and is no token of its tokenizer",
+    "chats that the reward model reads as plain text": "where its chat template writes",
     "teacher off by one token on the student's own words": "the teacher scores other tokens than those that were drawn",
     "student's words masked one token late": "ids were retokenised, shifted or masked",
     "whole text of the student learned": "ids were retokenised, shifted or masked",
     "merge of unrelated parents": "they were not trained from one model",
     "task vectors without the base": "weights, signs or densities are others",
     "TIES without its signs": "weights, signs or densities are others",
+    "DARE without its scale": "weights, signs or densities are others",
 }
 
 

@@ -10,6 +10,7 @@ REASONS = {
     "loss scale left in the gradients": "the loss in torch.float16 as it will run, and in fp32",
     "loss scale never lowered": "not finite",
     "bf16 masters rounded to the nearest": "no weight moved that only stochastic rounding can move",
+    "moments in 8 bits that are never read": "moments are not kept as they were made",
     "moments with the scale of the block before": "codes are read with another scale",
 }
 

@@ -12,6 +12,8 @@ REASONS = {
     "agent's trajectory of another version": "come from version",
     "agent's reward given twice": "a reward is given once",
     "agent's crash scored 0": "unknown is not 0",
+    "agent's conversations with tools all crash": "episodes with tools are not learned from",
+    "agent's update that changes no weight": "changed none of its weights",
     "branch of an agent's conversation lost": "a branch was lost",
     "agent's own words taken for the policy's": "that the policy did not sample",
     "agent's conversation rendered and encoded again": "as they were sampled",

@@ -10,7 +10,7 @@ REASONS = {
     "adapter cut from the gradient": "trainable tensors got no gradient: blocks.0.attn.out.lefts.0",
     "a save that saves what was before": "what was saved is not what was scored",
     "alpha taken for the scale": "what was saved is not what was scored",
-    "another alpha than was asked for": "ask for an adapter that counts 2 times (rank 4, alpha 8), the model's counts 4 times",
+    "another alpha than was asked for": "ask for an update scaled by 2 (rank 4, alpha 8), the model's is scaled by 4",
     "stop token masked from step 2 on": "are not those that were audited",
     "held-out row trained on under a planned id": "row 0: the tokens are not those of sums.jsonl:",
     "tokens masked between the batch and the loss": "something between the batch and the loss masks or adds tokens",

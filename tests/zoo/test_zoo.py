@@ -19,6 +19,7 @@ from tests.zoo.sightings import sight
 REASONS = {
     # checkpoints
     "empty host map": "holds no weights",
+    "no index beside the weights": "has no index beside it",
     "empty weights file": "20 tensor(s) missing",
     "weights not gathered": "gather the weights",
     "placeholders in a folder": "has shape [0]",
@@ -245,7 +246,7 @@ def test_list_names_every_fault(capsys: pytest.CaptureFixture[str]):
     listed = json.loads(capsys.readouterr().out)
     assert [fault["name"] for fault in listed] == list(catalogue())
     assert all(set(fault) == {"name", "rows", "stage", "check"} for fault in listed)
-    assert sum(bool(fault["rows"]) for fault in listed) > 0.9 * len(listed)  # a few were found here, and stand in no table
+    assert sum(bool(fault["rows"]) for fault in listed) > 0.85 * len(listed)  # some were found here, and stand in no table
 
 
 def test_json_adds_what_happened(capsys: pytest.CaptureFixture[str]):
