@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.report.run_record import RunRecord, finite_number, read_lines, verdicts_of
-from assay.report.run_status import last_results, run_status
+from assay.report.run_status import RunStatus, ended_status, last_results, run_status
 from assay.verdict import Outcome, Verdict
 
 _LEVEL = 0.95
@@ -26,6 +26,7 @@ class Purpose:
 
     outcome: Outcome
     sentence: str
+    check: str | None = None  # the verdict that says so; None where held-out losses do
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,17 @@ class Headline:
 
 
 def headline(record: RunRecord) -> Headline:
-    state = run_status(record).state
+    state = artifact_status(record).state
     return Headline(purpose_of(record), ARTIFACT.get(state, state))
+
+
+def artifact_status(record: RunRecord) -> RunStatus:
+    """Status of what was handed over. A purpose that was not shown is said first, and does not make the artifact unproven as well; one
+    that is refuted does."""
+    status, purpose = run_status(record), purpose_of(record)
+    if status.state != "done, not proven" or purpose is None:
+        return status
+    return ended_status(verdict for event in last_results(record) for verdict in verdicts_of(event) if verdict.check != purpose.check)
 
 
 def purpose_of(record: RunRecord) -> Purpose | None:
@@ -49,13 +59,13 @@ def purpose_of(record: RunRecord) -> Purpose | None:
     results = last_results(record)
     verdicts = {verdict.check: verdict for event in results for verdict in verdicts_of(event)}
     if gain := verdicts.get("gain"):
-        return Purpose(gain.outcome, f"{GAIN[gain.outcome]}: {_gain_text(gain, results[-1])}")
+        return Purpose(gain.outcome, f"{GAIN[gain.outcome]}: {_gain_text(gain, results[-1])}", gain.check)
     if said := verdicts.get("generated") or verdicts.get("efficacy"):
-        return Purpose(said.outcome, f"{FACTS[said.outcome]}: {said.reason}")
+        return Purpose(said.outcome, f"{FACTS[said.outcome]}: {said.reason}", said.check)
     if "reward head" in verdicts and (ranks := verdicts.get("accuracy")):
-        return Purpose(ranks.outcome, f"{RANKING[ranks.outcome]}: {ranks.reason}")
+        return Purpose(ranks.outcome, f"{RANKING[ranks.outcome]}: {ranks.reason}", ranks.check)
     if learned := verdicts.get("direction"):
-        return Purpose(learned.outcome, f"{PREFERENCE[learned.outcome]}: {learned.reason}")
+        return Purpose(learned.outcome, f"{PREFERENCE[learned.outcome]}: {learned.reason}", learned.check)
     handed_over = next((event for event in reversed(results) if event.get("checkpoint")), None)
     if handed_over is not None and isinstance(fell := handed_over.get("kl_fell_by"), dict) and (nearer := _nearer(fell)):
         return nearer

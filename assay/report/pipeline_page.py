@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import ArtifactError
-from assay.report.headline import headline, purpose_of
+from assay.report.headline import artifact_status, headline, purpose_of
 from assay.report.page import page_assets
 from assay.report.run_record import finite_number, is_run, read_json_or_remark, read_run, verdicts_of
-from assay.report.run_status import last_results, run_status
+from assay.report.run_status import last_results
 from assay.report.templates import templates
 from assay.store import durable
 from assay.verdict import Outcome, Verdict, overall, without_optional
@@ -155,7 +155,7 @@ def _run_story(facts: Mapping[str, Any], name: str, out: Path) -> StageStory:
         record = read_run(out)
     except (ArtifactError, OSError) as error:
         return StageStory(facts, verdicts=[Verdict(name, Outcome.UNPROVEN, str(error))])
-    aim, status = purpose_of(record), run_status(record)
+    aim, status = purpose_of(record), artifact_status(record)
     page = out / "report.html"
     return StageStory(facts, None if aim is None else Verdict(name, aim.outcome, aim.sentence),
                       Verdict(name, status.outcome, f"{headline(record).artifact}: {status.sentence}"),

@@ -144,7 +144,7 @@ def _outside(ancestor: dict[str, str]) -> Node:
 
 
 def _about(one: SavedCheckpoint) -> str:
-    words = {"new": "nothing came before it", "moved": "trained away from its parent", "same": "equal to its parent"}
+    words = {"new": "it has no parent", "moved": "trained away from its parent", "same": "equal to its parent"}
     said = words.get(str(one.facts.get("change")), "how it stands to its parent is unknown")
     return f"{one.manifest['kind']}, {one.manifest['parameters']:,} parameters, {said}" + (f". {one.problem}" if one.problem else "")
 

@@ -1,12 +1,12 @@
 """Run status: whether it ended and was proven, steps taken, held-out scores, the last proven checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.report.run_record import RunRecord, finite_number, verdicts_of
 from assay.store.ledger import Event
-from assay.verdict import Outcome, overall, without_optional
+from assay.verdict import Outcome, Verdict, overall, without_optional
 
 State = Literal["done and proven", "done, refuted", "done, not proven", "stopped", "interrupted", "running", "no end on record",
                 "ledger damaged", "no ledger"]
@@ -54,7 +54,7 @@ def run_status(record: RunRecord) -> RunStatus:
         stands = stopped[-1].get("stands")
         return RunStatus("stopped", f"{stopped[-1].get('reason')}. {f'{stands} stands' if stands else 'No checkpoint stands'}.")
     if results := last_results(record):
-        return _ended(results)
+        return ended_status(verdict for event in results for verdict in verdicts_of(event))
     if any(event["kind"] == Event.CONSUMED for event in _last_sitting(record)):
         return RunStatus("interrupted", "it ended after a save, before anything was handed over; the same command goes on from there")
     return RunStatus("no end on record", "the ledger has no end: it is running, or was killed; the same command goes on from the last save")
@@ -70,8 +70,9 @@ def _last_sitting(record: RunRecord) -> list[dict[str, Any]]:
     return record.events[begun:]
 
 
-def _ended(results: Sequence[Mapping[str, Any]]) -> RunStatus:
-    verdicts = without_optional(verdict for event in results for verdict in verdicts_of(event))
+def ended_status(given: Iterable[Verdict]) -> RunStatus:
+    """Status of a run that handed something over, by the verdicts on it."""
+    verdicts = without_optional(given)
     against = [verdict for verdict in verdicts if verdict.outcome is not Outcome.PROVEN]
     named = "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in against)
     match overall(verdicts):
