@@ -210,7 +210,7 @@ def row_lora(flags: argparse.Namespace, folder: Path, base_dtype: str | None = N
                        accumulate=accumulate)
     planned = plan_memory(planned_model(folder), PlannedWork(flags.micro, flags.length, 16, checkpointing=flags.checkpointing,
                                                              base_dtype=base_dtype))
-    return {"open s": opened} | timed_steps(flags, lambda: next(steps)) | memory(flags) | {"plan GiB": round(planned.total / GIB, 2)}
+    return {"open s": opened} | timed_steps(flags, lambda: next(steps)) | memory(flags) | {"plan GiB": round(planned.steps / GIB, 2)}
 
 
 def within(gib: float, base_dtype: str) -> Callable[[argparse.Namespace, Path], dict[str, float]]:
