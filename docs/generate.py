@@ -1,6 +1,7 @@
 """Generator of docs/files.md: every file of the package with the first line of its docstring. Run by `make docs`."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -10,8 +11,13 @@ ROOMS = [  # from the ground up
     "report", "interop", "testing", "zoo", "verbs", "client", "api", "cli"]
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def first_line(file: Path) -> str:
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n")[0]
+    return (ast.get_docstring(parsed(file)) or "").split("\n")[0]
 
 
 def room_of(file: Path) -> str:
