@@ -12,6 +12,7 @@ import functools
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from tests.trained_once import trained_once
 arithmetics.switch_on()
 _OF_THE_PARENT: list[ProvingProcess] = []
 SLOWEST = ("tests/test_api.py", "tests/guard/test_proof.py", "tests/kernels/test_interpreted.py", "tests/recipes/", "tests/zoo/",
-           "tests/laws/", "tests/test_bad_input.py", "tests/store/", "tests/guard/", "tests/interop/", "tests/mutants/")
+           "tests/laws/", "tests/witness/", "tests/test_notebooks.py", "tests/test_bad_input.py", "tests/store/", "tests/guard/",
+           "tests/interop/", "tests/serving/", "tests/recipes_seeds/", "tests/generate/", "tests/data/", "tests/model/", "tests/test_")
 IN_MEMORY, ROOM = Path("/dev/shm"), 4 << 30
 
 
@@ -84,7 +86,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     if config.option.basetemp is None and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > ROOM:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+        for name in ("PYTEST_DEBUG_TEMPROOT", "TMPDIR"):  # of tests, and of what they call and start
+            os.environ.setdefault(name, str(IN_MEMORY))
+        tempfile.tempdir = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

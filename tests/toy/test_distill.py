@@ -75,9 +75,10 @@ def test_stored_answers_teach_more_than_the_text(tmp_path: Path, alone: Agreemen
 
 
 @pytest.mark.arithmetic
-@pytest.mark.parametrize("blend", [DistillationSettings(temperature=2.0, kd_weight=0.7, ce_weight=0.3), DistillationSettings("reverse"),
-                                   DistillationSettings("jsd", kd_weight=4.0)],
-                         ids=str)
+@pytest.mark.parametrize("blend", [
+    DistillationSettings(temperature=2.0, kd_weight=0.7, ce_weight=0.3),
+    pytest.param(DistillationSettings("reverse"), marks=pytest.mark.slow),
+    pytest.param(DistillationSettings("jsd", kd_weight=4.0), marks=pytest.mark.slow)], ids=str)
 def test_other_blends_come_nearer_too(blend: DistillationSettings):
     assert fell_by(0.6, taught(distillation(tiny_teacher(), blend)))
 
