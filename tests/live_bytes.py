@@ -1,9 +1,11 @@
 """Live bytes: what tensors hold at the most while a block runs, counted storage by storage as torch's operators make them.
 
-A GPU's own counter says the same of its memory. Storages that were there before, and those over a mapped file, are not counted.
+A GPU's own counter says the same of its memory. Storages that were there before, and those over a mapped file, are not counted. Of a tensor
+that lies in parts (DTensor) this process's part is counted.
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,13 +20,12 @@ class LiveBytes(TorchDispatchMode):
         self._known = weakref.WeakSet[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, torch.Tensor):
-                self._known.add(leaf.untyped_storage())  # made elsewhere, where nobody has counted it
+        for storage in storages((args, kwargs or {})):
+            self._known.add(storage)  # made elsewhere, where nobody has counted it
         found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.untyped_storage() not in self._known:
-                self._count(leaf.untyped_storage())
+        for storage in storages(found):
+            if storage.device.type != "meta" and storage not in self._known:
+                self._count(storage)
         return found
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -36,3 +37,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _freed(self, size: int) -> None:
         self.now -= size
+
+
+def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield getattr(leaf, "_local_tensor", leaf).untyped_storage()

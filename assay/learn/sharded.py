@@ -119,9 +119,7 @@ class ShardedModel:
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         shard_parameters(self.model, self.world)
-        give_memory(self.model, self.world.device)
-        for name, p in self.model.named_parameters():
-            own_part(p).copy_(rows.pop(name))
+        fill_parts(self.model, rows, self.world.device)
         self.parts = {name: nn.Parameter(own_part(p), requires_grad=p.requires_grad) for name, p in self.model.named_parameters()}
         self.optimizer.state = defaultdict(dict)
         for group, held in zip(self.optimizer.param_groups, groups, strict=True):
@@ -704,10 +702,22 @@ def shard_parameters(model: Transformer, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
-def give_memory(model: Transformer, device: str) -> None:
-    """To the parts of a model that had shapes alone until here."""
+def fill_parts(model: Transformer, rows: dict[str, Tensor], device: str) -> None:
+    """Each parameter gets its rows, and they are let go. Those of a model that had shapes alone until here get their memory one by one, so
+    that a process never holds its rows twice."""
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def filled(tensor: Tensor) -> Tensor:
+        found = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        if id(tensor) in names:
+            own_part(found).copy_(rows.pop(names[id(tensor)]))
+        return found
+
     if any(parameter.is_meta for parameter in model.parameters()):
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        model._apply(filled)
+    else:
+        for parameter in model.parameters():
+            filled(parameter)
 
 
 def with_own_memory(_: str, parameter: nn.Parameter) -> nn.Parameter:
