@@ -136,6 +136,7 @@ class Trainer:
         self._shown = ""
         self.consumed: Verdict | None = None  # whether the steps that were last read back read what was planned
         self._informed = False  # a step since the last account had a gradient
+        self._accounted = 0  # the step of the last account
         self.records = WitnessRecords(self, witnesses=run.witnesses)
         run.settle_records, run.close_records = self.records.settle, self.records.close
         self._unkept: Step | None = None  # the last step, until it is known that nothing touches the weights after it
@@ -374,13 +375,14 @@ class Trainer:
             return
         if self.sharded is not None:
             self.sharded.refresh()
-        still = not self.steady and not self._informed
+        still = self.done == self._accounted or not self.steady and not self._informed
         nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
         moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
         finite = check_parted_weights(self.sharded) if self.sharded is not None and self.sharded.never_whole else \
             check_weights(self.weights.model)
         self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, finite, *check_processes(self.accumulate)])
+        self._accounted = self.done
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:

@@ -145,3 +145,14 @@ def test_copies_stay_where_they_are_only_where_there_is_room(monkeypatch: pytest
     assert torch.equal(owned.weights["w"], weight.t())
     assert owned.weights["w"].is_contiguous()
     assert owned.weights["w"].untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+
+
+def test_a_run_whose_last_step_was_saved_before_it_is_evaluated_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Steps so slow that each is saved as the clock says: the last one too, before the loop knows that it is the last."""
+    monkeypatch.setattr(trainer, "SavePace", lambda: SavePace(Now(2 * LEAST_APART)))
+    config = options(tmp_path / "run", save_steps=None, tokens=4 * 256, warmup_steps=0)
+    sit(config)
+    assert [event["step"] for event in events(config, "save")] == [0, 1, 2, 3, 4]
+    moved = [next(each for each in event["verdicts"] if each["check"] == "movement") for event in events(config, "account")]
+    assert [each["outcome"] for each in moved] == ["PROVEN"] * 4 + ["UNPROVEN"]
+    assert rows(tmp_path / "run" / "eval.jsonl")[-1]["step"] == 4
