@@ -98,7 +98,7 @@ class EnvironmentPool:
         return [episode for episode in episodes if self._lives[episode].played[-1][1].done]
 
     def drill(self) -> EnvironmentReply:
-        """What comes back for a step that is known to raise."""
+        """Reply to a step that is known to raise."""
         return _reply(self._workers[0].ask({"do": "drill"}))
 
     def close(self, episodes: Iterable[str]) -> None:

@@ -106,7 +106,8 @@ class ChatWriter:
         return [str(whole) if isinstance(whole, DataError) else None for whole in texts]
 
     def rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
-        """With the beginning of the next turn; a conversation that the template does not take is a DataError."""
+        """Conversations rendered by the chat template, each with the beginning of the next turn; one that the template does not take is a
+        DataError."""
         found = []
         for text in self._rendered(conversations):
             if isinstance(text, DataError):
