@@ -51,7 +51,7 @@ class CorpusPlan:
             raise UsageError(f"--shard-tokens is {self.shard_tokens}; expected at least 1")
 
     def holds_out(self, document: Document, whole_file: bool) -> bool:
-        """By id and seed alone: the text has no say, and neither has any other document."""
+        """Whether a document is held out, by id and seed alone: the text has no say, and neither has any other document."""
         return whole_file or derive(self.seed, "held-out", document.id) < self.held_out * (1 << 63)
 
 
@@ -101,7 +101,7 @@ def _sources(texts: Iterable[Path], held_out_files: Iterable[Path]) -> list[tupl
 
 @dataclass
 class _Survey:
-    """What it found."""
+    """Result of the survey of a corpus."""
 
     held: HeldOutText = field(default_factory=HeldOutText)
     held_texts: list[tuple[int, int]] = field(default_factory=list)  # (id, text hash)

@@ -35,7 +35,7 @@ LLAMA_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| 
 
 @dataclass(frozen=True)
 class Expression:
-    """What we know of a pre-tokenizer: where text may be cut, and which pieces it cuts no further."""
+    """Known properties of a pre-tokenizer: where text may be cut, and which pieces it cuts no further."""
 
     rule: "CutRule"
     word: re.Pattern[bytes]
@@ -54,7 +54,7 @@ class Encoder:
         self.unchecked = CHECK_EVERY
 
     def encode(self, raw: bytes) -> bytes:
-        """Of UTF-8."""
+        """Encode UTF-8 text to the bytes of its token ids."""
         if self.cutter is None or not raw or any(token in raw for token in self.literal):
             return encode_plain(self.backend, raw.decode(), self.dtype)
         self.unchecked += len(raw)
@@ -111,7 +111,7 @@ def split_expression(digits: int) -> str:
 
 
 def known_expression(document: Mapping[str, Any]) -> Expression | None:
-    """Of a tokenizer.json; None where we do not know that cutting leaves its ids as they are."""
+    """Split expression of a tokenizer.json; None where we do not know that cutting leaves its ids as they are."""
     normalizer, steps = document.get("normalizer"), document.get("pre_tokenizer") or {}
     if document["model"].get("type") != "BPE" or (normalizer and normalizer["type"] != "NFC"):
         return None
@@ -201,7 +201,7 @@ class TextCutter:
         self.table = _cut_table(rule)
 
     def starts(self, raw: bytes) -> Places:
-        """Where the pieces of a UTF-8 text begin; the first at 0."""
+        """Places where the pieces of a UTF-8 text begin; the first at 0."""
         kinds = np.zeros(len(raw) + 3, np.uint16)
         kinds[2:-1] = char_kinds(raw)
         around = _number(kinds[:-3], kinds[1:-2], kinds[2:-1], kinds[3:])
@@ -322,7 +322,7 @@ def char_kinds(raw: bytes) -> Bytes:
 
 
 def _number(before: Any, left: Any, right: Any, after: Any) -> Any:
-    """Of four neighbours in a table."""
+    """Table index of four neighbouring character kinds."""
     return ((before * len(CharKind) + left) * len(CharKind) + right) * len(CharKind) + after
 
 

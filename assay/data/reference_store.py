@@ -87,7 +87,7 @@ def open_reference(folder: Path, pairs: Sequence[PreferencePair], *, weights: st
 
 
 def pair_answers(batch: Batch, logprobs_BT: Tensor) -> Iterable[NDArray[np.float32]]:
-    """Of a batch's pairs, in the order of its ids, what a model says of their tokens; 0 where nothing predicts one."""
+    """Log-probabilities of the tokens of a batch's pairs, in the order of its ids; 0 where nothing predicts a token."""
     assert batch.documents is not None
     said, documents = logprobs_BT.float().cpu().numpy(), batch.documents.cpu().numpy()
     for row, ids in enumerate(batch.ids):

@@ -46,7 +46,7 @@ class TeacherEntry(NamedTuple):
 
 
 class ExampleSpan(NamedTuple):
-    """Where an example stands in a batch."""
+    """Place of an example in a batch."""
 
     id: Id
     row: int
@@ -221,7 +221,7 @@ def _check_file(path: Path, entry: Mapping[str, Any] | None) -> None:
 
 
 def _key(id: Id) -> bytes:
-    """Of an example's id: 7 and "7" are two examples."""
+    """Key of an example's id: 7 and "7" are two examples."""
     return _short(f"{type(id).__name__}:{id}".encode())
 
 
