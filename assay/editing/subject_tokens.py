@@ -46,7 +46,7 @@ def require_span(tokenizer: Tokenizer, span: Sequence[int], subject: str, name: 
 
 
 def answer_ids(tokenizer: Tokenizer, answer: str) -> tuple[int, ...]:
-    """What must be said after a prompt: the ids that generation would have to produce, first space included."""
+    """Token ids that must be generated after a prompt, first space included."""
     ids = tokenizer.encode(with_leading_space(answer))
     if (decoded := tokenizer.decode(ids)).strip() != answer:
         raise DataError(f"the answer {answer!r} decodes to {decoded!r}: this tokenizer cannot say it")

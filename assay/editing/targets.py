@@ -93,7 +93,7 @@ def read_prefix(model: Transformer, rows: Sequence[Sequence[int]]) -> PrefixCach
     """Rows end in the same column, so that what follows begins in the same one; a row may be empty."""
     tokens, documents = padded(rows, model.embed.weight.device, left=True)
     recording = RecordingCache([], [])
-    model.hidden(tokens, documents=documents, cache=recording)  # type: ignore[arg-type]  # a view like those of cache.py
+    model.hidden(tokens, documents=documents, cache=recording)  # type: ignore[arg-type]  # a view like those of kv_cache.py
     return PrefixCache(recording.keys, recording.values, documents)
 
 
@@ -229,7 +229,7 @@ def _losses(model: Transformer, rows: TargetRows, deltas_nD: Tensor, essence_nV:
 
 
 def _states(model: Transformer, rows: TargetRows) -> Tensor:
-    return model.hidden(rows.tokens, documents=rows.documents, cache=rows.before)  # type: ignore[arg-type]  # a view like those of cache.py
+    return model.hidden(rows.tokens, documents=rows.documents, cache=rows.before)  # type: ignore[arg-type]  # a view like those of kv_cache.py
 
 
 def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def _tune(model: Transformer, tuned: dict[str, Tensor], rows: Sequence[AskedRow]
 
 
 def drawn(of: int, count: int, seed: int, name: str, step: int) -> list[int]:
-    """Which ones a step reads: in a new order each time round, every one as often as every other."""
+    """Indices that a step reads: in a new order each time round, every one as often as every other."""
     count = min(count, of)
     places = range(step * count, (step + 1) * count)
     orders = {time: torch.randperm(of, generator=generator(seed, "tuning", name, time)).tolist()
