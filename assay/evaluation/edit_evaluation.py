@@ -249,7 +249,7 @@ def check_subjects(served: int, refused: Sequence[RefusedFact]) -> Verdict:
 
 
 def check_retest(claimed: Sequence[FactReply], found: Sequence[FactReply]) -> Verdict:
-    """What was claimed of an edit, whenever it was measured, is true of the final model as read back from the disk."""
+    """Check that what was claimed of an edit, whenever it was measured, is true of the final model as read back from the disk."""
     final = {reply.question.fact: reply for reply in found if reply.question.kind == "efficacy"}
     lost = [reply.question.fact for reply in claimed if reply.says and not final[reply.question.fact].says]
     words = f"of {sum(bool(reply.says) for reply in claimed)} edits that were said to hold, {len(lost)} do not hold in the final model"

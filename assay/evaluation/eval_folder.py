@@ -73,7 +73,8 @@ class EvalFolder:
             raise UsageError(f"{self.folder}: another evaluation is writing here; wait for it, or give another --out") from None
 
     def _claim(self) -> None:
-        """Under the lock: of two that begin at once, the scores of one must not come to stand under the request of the other."""
+        """Claim the folder for this request, under the lock: of two that begin at once, the scores of one must not come to stand under the
+        request of the other."""
         path = self.folder / REQUEST
         if not path.exists():
             if os.fstat(self.file.fileno()).st_size:

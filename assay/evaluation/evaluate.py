@@ -41,7 +41,7 @@ EvalProgress = Callable[[int, int], None]  # (examples done, of all)
 
 
 class Unsound(GuardStop):
-    """What was refuted: the scores would not mean what they say, so none are given."""
+    """Error of an evaluation whose soundness was refuted: the scores would not mean what they say, so none are given."""
 
     def __init__(self, verdict: Verdict):
         super().__init__(f"nothing is concluded: {verdict.reason}")
@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvalSetup:
-    """What one evaluation asks of a model: `texts` are the prompts by example, `raw` leaves the chat template out."""
+    """Setup of one evaluation: `texts` are the prompts by example, `raw` leaves the chat template out."""
 
     loaded: LoadedModel
     task: Task

@@ -54,7 +54,7 @@ class ScoredPairs:
 
 
 def mean_of(values: Values) -> Estimate:
-    """With its t-interval, also where all are 0 or 1: a loss is no rate."""
+    """Mean with its t-interval, also where all values are 0 or 1: a loss is no rate."""
     return ratio(values, np.ones_like(values))
 
 

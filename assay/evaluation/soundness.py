@@ -76,7 +76,7 @@ def _chance_of_so_many(count: int, n: int, expected: float) -> float:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Of drawn tokens: how far their log-probabilities lie above what draws from the stated distribution have on average."""
+    """Statistics of sampled tokens: how far their log-probabilities lie above what draws from the stated distribution have on average."""
 
     tokens: int = 0
     above: float = 0.0  # Σ (log p of what was drawn − its mean under p), each floored at LEAST_LIKELY
@@ -113,7 +113,8 @@ def check_draws(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bo
 
 
 def judge_draws(found: DrawnTokens, sampling: Sampling, looks: int = 1) -> Verdict:
-    """Of tokens scored again, in one go or summed over `looks` rollouts, each of which might have raised the alarm by chance."""
+    """Judge whether rescored tokens were sampled as stated, in one go or summed over `looks` rollouts, each of which might have raised the
+    alarm by chance."""
     evidence, chances = asdict(found), 2 * looks * looks
     if found.cut_off > max(10, 0.05 * found.tokens):
         return refuted("draws", f"{found.cut_off} of {found.tokens} tokens lie outside top-k {sampling.top_k} and top-p {sampling.top_p}: "
@@ -229,7 +230,7 @@ def rescored_draws(model: Transformer, prompt: Sequence[int], ids: Sequence[int]
 
 @torch.no_grad()
 def rescored_together(model: Transformer, samples: Sequence[tuple[Sequence[int], Sequence[int]]], sampling: Sampling) -> DrawnTokens:
-    """Of every sample (prompt, ids), many in one pass: what pads a row stands after it, where no token of it looks."""
+    """Rescore every sample (prompt, ids), many in one pass: padding stands after a row, where no token of it looks."""
     device, found = model.embed.weight.device, DrawnTokens()
     for some in _in_passes([(*prompt, *ids) for prompt, ids in samples], [len(prompt) for prompt, _ in samples]):
         rows_BT, width = [row for row, _ in some], max(len(row) for row, _ in some)

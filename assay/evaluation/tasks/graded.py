@@ -211,14 +211,15 @@ def paragraphs(text: str, divider: str) -> list[str]:
 
 
 def divided(text: str, options: Mapping[str, Any]) -> bool:
-    """So many paragraphs between ***; one that is empty between two dividers is none, and not what was asked for."""
+    """Whether the text has the asked number of paragraphs between ***; one that is empty between two dividers is none, and not what was
+    asked for."""
     parts = re.split(r"\s?\*\*\*\s?", text)
     inner = [index for index, part in enumerate(parts) if part.strip() or 0 < index < len(parts) - 1]
     return all(parts[index].strip() for index in inner) and len(inner) == options["num_paragraphs"]
 
 
 def postscript(text: str, options: Mapping[str, Any]) -> bool:
-    """As IFEval looks for it: anywhere, in any case; a space may follow a dot of P.S."""
+    """Whether the text has the postscript, as IFEval looks for it: anywhere, in any case; a space may follow a dot of P.S."""
     spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
     return re.search(spelled.get(options["postscript_marker"], re.escape(options["postscript_marker"].lower())), text.lower()) is not None
 
