@@ -42,7 +42,7 @@ class Detokenizer:
         return self._show(len(self.text))
 
     def _found(self, text: str) -> int | None:
-        """Where the first stop string begins; all before this was searched earlier, but for what one may reach back into."""
+        """Place where the first stop string begins; all before this was searched earlier, but for what one may reach back into."""
         start = max(0, len(self.text) - max(map(len, self.stops), default=1) + 1)
         return min((at for stop in self.stops if (at := text.find(stop, start)) >= 0), default=None)
 

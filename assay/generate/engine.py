@@ -191,7 +191,8 @@ class Engine:
     # ── launches ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _may_launch(self) -> bool:
-        """What may come next in a grammar depends on what came, so nothing is launched ahead of it."""
+        """Whether the next step may be launched ahead: what may come next in a grammar depends on what came, so nothing is launched ahead
+        of it."""
         awaited = any(active is not None and active.path is not None for _, launched in self._launched for active in launched)
         return len(self._launched) < self._launches_ahead and not awaited
 
@@ -281,7 +282,7 @@ class Engine:
         return -1 if follows is None else self._kept.get(follows, (-1, ()))[0]
 
     def _continued(self, slot: int, active: ActiveCompletion) -> SlotExtension | None:
-        """What is left to compute where the slot holds the beginning of the request's prompt; None where it does not."""
+        """Rest to compute where the slot holds the beginning of the request's prompt; None where it does not."""
         if active.request.follows is None or self._home(active) != slot:
             return None
         held = self._kept[active.request.follows][1]
@@ -313,7 +314,7 @@ class Engine:
             self._copy(more)
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """From slot, to slot, so many places."""
+        """Copy KV-cache entries between slots; each item is (source slot, target slot, number of places)."""
         sources, targets, widths = zip(*copies, strict=True)
         self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
 

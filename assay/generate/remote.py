@@ -112,7 +112,7 @@ class RemoteEngine:
         return [[found for member in range(group) if (found := ended[ticket, member]) is not None] for ticket in tickets]
 
     def check_replies(self) -> Verdict:
-        """What could not be read was refused when it came."""
+        """Verdict on the server's replies; what could not be read was refused when it came."""
         return proven("reply", f"{self.replies} replies of {self.server.words} answered the ids that they were sent, {self.tokens} tokens "
                       "each with its log-probability", replies=self.replies, tokens=self.tokens)
 
@@ -204,7 +204,7 @@ class VllmServer:
         return cls(http, f"vLLM {version}", dtype_named(str(model["dtype"]), http.url), int(model["max_model_len"]), served["id"], adapters)
 
     def take(self, folder: Path, version: str) -> None:
-        """In this order: weights, cache, name. Nothing is asked of it before all three are done."""
+        """Load new weights, in this order: weights, cache, name. Nothing is asked of the server before all three are done."""
         if self.adapters:
             self._join(folder, version)
         else:

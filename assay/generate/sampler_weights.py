@@ -34,7 +34,7 @@ def fingerprint(model: nn.Module) -> str:
 
 @torch.no_grad()
 def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of each alone, made where it lies; one wait for all of them."""
+    """Checksum of each tensor, made where it lies; one wait for all of them."""
     sums = [_checksum([tensor]) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack([total.cpu() for total in sums]).tolist(), strict=True)) if sums else {}
 
