@@ -214,7 +214,8 @@ def check_stored_answers(student: Transformer, batch: Batch, blend: Distillation
 
 @torch.no_grad()
 def check_teacher_deterministic(teacher: Transformer, batch: Batch) -> Verdict:
-    """Asked twice, the teacher says the same to the last bit: it is in evaluation mode and nothing in it is drawn by lot."""
+    """Check that the teacher is deterministic: asked twice, it answers the same to the last bit. It is in evaluation mode and nothing in it
+    is random."""
     if training := [name or "the teacher" for name, module in teacher.named_modules() if module.training]:
         return refuted("answers", f"in training mode: {', '.join(training[:3])}; dropout would blur what the teacher knows. Call eval() "
                                   "on it", modules=len(training))

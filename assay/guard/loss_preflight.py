@@ -118,7 +118,8 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
 
 
 def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each kind of tensor, all layers together, how many times its gradient is in what was found: ⟨found, due⟩ / ⟨due, due⟩."""
+    """Gradient ratio of each kind of tensor, all layers together: how many times the due gradient is in what was found, ⟨found, due⟩ /
+    ⟨due, due⟩."""
     kinds: dict[str, list[str]] = {}
     for name in due:
         kinds.setdefault(re.sub(r"^blocks\.\d+\.", "", name), []).append(name)
@@ -341,8 +342,8 @@ def _ragged(weight: Tensor) -> Tensor:
 
 def compare_gradients(check: str, what: str, one: Gradients, two: Gradients, model: Transformer,
                       reordered: Callable[[int], tuple[Gradients, Gradients]] | None = None) -> Verdict:
-    """Within the rounding of what the model computes in; in fp32 tensor by tensor. In bf16 rounding alone moves a small tensor's
-    gradient by more than any bound, so that all are taken together.
+    """Compare loss and gradients computed in two ways, within the rounding of the compute dtype; in fp32 tensor by tensor. In bf16 rounding
+    alone moves a small tensor's gradient by more than any bound, so that all are taken together.
 
     Where terms cancel, rounding is more of what is left, and the deeper the model the more of it: `reordered`, the two with their sums
     in another order, is asked a few times where the bound does not hold. How far each is from itself is rounding; a fault stays.
@@ -413,6 +414,6 @@ def nudged_norms(model: Transformer, draw: int = 0) -> Iterator[None]:
 
 
 def _bound(model: Transformer) -> float:
-    """Of what the model computes in, or of its gradients' dtype where that is coarser."""
+    """Parity bound of the compute dtype, or of the gradients' dtype where that is coarser."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} & PARITY_BOUNDS.keys()
     return max(PARITY_BOUNDS[dtype] for dtype in {model.compute_dtype or torch.float32, *trained})

@@ -190,7 +190,7 @@ class ChangePoint:
         return None
 
     def _cause(self, up: float, down: float, level: float, scatter: float) -> str:
-        """What the next loss shows, in words, or nothing."""
+        """Message about what the next loss shows, or nothing."""
         self._risen = max(0.0, self._risen + min(up, CLIP) - ALLOWANCE)
         self._fallen = max(0.0, self._fallen + min(down, CLIP) - ALLOWANCE)
         self._lowest = min(self._lowest, level)
@@ -202,7 +202,7 @@ class ChangePoint:
 
 
 def _distances(windows_NW: _Array, next_N: _Array, least_scatter: float) -> tuple[list[float], ...]:
-    """Of each window: how many scatters the next loss lies above and below its corridor, its level, and its scatter."""
+    """Distances of the next loss from each window's corridor, in scatters above and below, with the window's level and scatter."""
     half = _WINDOW // 2
     earlier, later = np.median(windows_NW[:, :half], axis=1), np.median(windows_NW[:, half:], axis=1)
     slope = (later - earlier) / half
@@ -240,7 +240,7 @@ def _repetition(series: _Array, repeats: int) -> Verdict | None:
 
 
 def _first_run(hits: NDArray[np.bool_], length: int) -> int | None:
-    """Where `length` hits in a row first begin."""
+    """Place where `length` hits in a row first begin."""
     if hits.size < length:
         return None
     runs = np.flatnonzero(sliding_window_view(hits, length).all(axis=1))

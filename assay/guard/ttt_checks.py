@@ -20,8 +20,9 @@ Reading = Callable[[Sequence[Sequence[int]]], TokenCosts]
 
 
 def causality_cuts(chunk: int, length: int) -> list[int]:
-    """Within every chunk of a document of so many tokens, the last and ragged one too, and where the third begins: a chunk that is
-    learned before it is scored shows in its own first tokens, whatever is undone afterwards. The first token is predicted by nothing."""
+    """Places at which causality is tested: within every chunk of a document of so many tokens, the last and ragged one too, and where the
+    third begins. A chunk that is learned before it is scored shows in its own first tokens, whatever is undone afterwards. The first token
+    is predicted by nothing."""
     spans = [(start, min(start + chunk, length)) for start in range(1, length, chunk)]
     within = {start + (stop - start + 1) // 2 for start, stop in spans}
     return sorted(cut for cut in within | {1 + 2 * chunk} if cut < length)
@@ -101,7 +102,7 @@ def check_score_order(events: Sequence[Mapping[str, Any]], tokens: Sequence[int]
 
 
 class _Order:
-    """What the ledger has said so far: each slot's document, its adapter, and whether its last chunk is scored."""
+    """State that the ledger has told so far: each slot's document, its adapter, and whether its last chunk is scored."""
 
     def __init__(self, warm: bool):
         self.warm, self.scores, self.updates = warm, 0, 0
@@ -110,7 +111,7 @@ class _Order:
         self.tokens: dict[int, int] = {}
 
     def follow(self, kind: str, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with this row after those before it."""
+        """Follow one row of the ledger; returns what is wrong with it after those before it."""
         if kind == "begin":
             return self._begin(row)
         slot = self.slots.get(row["slot"])
