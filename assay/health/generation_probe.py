@@ -63,7 +63,7 @@ class ProbeSample:
 
 @dataclass(frozen=True)
 class Health:
-    """What a probe found. Its interval may be looked at after any sample: it holds at all of them together."""
+    """Result of a generation probe. Its interval may be looked at after any sample: it holds at all of them together."""
 
     name: str
     samples: tuple[ProbeSample, ...]
@@ -265,7 +265,7 @@ class EndpointGenerator:
 
 
 def open_endpoint(url: str, sampling: Sampling, *, model: str | None = None, key: str | None = None) -> EndpointGenerator:
-    """Without a name, the only model that the endpoint lists."""
+    """Open an OpenAI-compatible endpoint for probing; without a name, the only model that it lists."""
     url = url.rstrip("/").removesuffix("/chat/completions")
     if model is None:
         listed = request_json(f"{url}/models", None, key)
