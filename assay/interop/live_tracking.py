@@ -146,7 +146,8 @@ class GrowingRows:
 
 
 def main() -> int:
-    """Beside a run, which holds the other end of the input: `python -m assay.interop.live_tracking RUN TRACKER [checkpoints]`."""
+    """Entry point of the tracking process beside a run, which holds the other end of the input: `python -m assay.interop.live_tracking RUN
+    TRACKER [checkpoints]`."""
     run, name = Path(sys.argv[1]), sys.argv[2]
     try:
         print(follow_run(run, open_tracker(name, run, PROJECT), input_ended, checkpoints=sys.argv[3:] == ["checkpoints"]))

@@ -79,7 +79,8 @@ def require_publishable(folder: Path) -> Checkpoint:
 
 
 def check_fetched_back(target: PublishTarget, into: Path, files: Mapping[str, Path]) -> list[Verdict]:
-    """What lies at the target, read back, is byte for byte what was pushed; and what a stranger's `assay verify` would say of it."""
+    """Check that what lies at the target, read back, is byte for byte what was pushed; and what a stranger's `assay verify` would say of
+    it."""
     back = target.fetch(into)
     for name, path in files.items():
         sent, found = durable.hash_file(path), durable.hash_file(back / name) if (back / name).is_file() else None

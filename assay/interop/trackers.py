@@ -20,7 +20,7 @@ def _steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """What can be drawn. A value that was not finite stands in metrics.jsonl as a word, and is no point on a curve."""
+    """Numbers of a row that can be drawn. A value that was not finite stands in metrics.jsonl as a word, and is no point on a curve."""
     return {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)}
 
 
@@ -59,7 +59,7 @@ class MetricsTracker(Protocol):
     def finish(self) -> None: ...
 
     def words(self) -> str:
-        """What it was handed."""
+        """Message about what the tracker was handed."""
         ...
 
 
@@ -118,7 +118,7 @@ class ServiceRun:
         self._service.log(numbers(row), step=row["step"] + 1)
 
     def _begin(self) -> None:
-        """With the first row: the run's options are written by then."""
+        """Begin the tracker's run with the first row: the run's options are written by then."""
         if not self._begun:
             self._service.init(project=self._project, name=self._run.name, config=_config(self._run))
             self._begun = True
