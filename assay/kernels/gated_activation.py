@@ -48,7 +48,7 @@ def plain_gated(inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_gated(inner: Tensor) -> Tensor:
-    """As `gated` for silu, on CUDA (or in Triton's interpreter); gradients are computed in fp32 and rounded once."""
+    """`gated` for silu, on CUDA (or in Triton's interpreter); gradients are computed in fp32 and rounded once."""
     if not torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
         register_gated_backward()
     return _Gated.apply(inner)

@@ -16,7 +16,8 @@ from assay.kernels.softcap_ce import matmul_into
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
-    """In the dtype of x, to which the weight is rounded. With the gradient in fp32 where an fp32 matrix trains in bf16 on a GPU."""
+    """Linear layer in the dtype of x, to which the weight is rounded. With the gradient in fp32 where an fp32 matrix trains in bf16 on a
+    GPU."""
     if x.is_cuda and bias is None and trains_wide(x, weight_OI):
         return wide_linear(x, weight_OI)
     return plain_linear(x, weight_OI, bias)
