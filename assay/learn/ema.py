@@ -82,7 +82,7 @@ class Ema:
 
 
 def split_ema_state(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a checkpoint's optimizer file holds: (the optimizer's own state, the average's tensors)."""
+    """Split a checkpoint's optimizer file into (the optimizer's own state, the average's tensors)."""
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(EMA_PREFIX)}
     return own, {name: tensor for name, tensor in tensors.items() if name.startswith(EMA_PREFIX)}
 

@@ -81,7 +81,7 @@ class Schedule:
         self.clock = Clock(self._spent)
 
     def multiplier(self, step: int) -> float:
-        """Of every peak rate: a pure function of the step, once it is known when the way down begins."""
+        """Learning-rate multiplier of every peak rate: a pure function of the step, once it is known when the way down begins."""
         warmup = self.budget.warmup
         if self.stop_at is None:
             return min(1.0, (step + 1) / (warmup + 1))
@@ -91,7 +91,8 @@ class Schedule:
         return warmup_stable_decay(step, self.stop_at, min(warmup, self.stop_at - decay), decay)
 
     def decide_end(self, done: int, seconds_a_step: float | None) -> bool:
-        """Under a budget of time: when the flat part's share of it is over, what is left is the way down, in steps."""
+        """Decide, under a budget of time, when the run ends: when the flat part's share of it is over, what is left is the way down, in
+        steps."""
         minutes = self.budget.minutes
         if minutes is None or self.stop_at is not None or done <= self.budget.warmup or seconds_a_step is None:
             return False

@@ -36,7 +36,7 @@ def next_token(model: Transformer, batch: Batch) -> Loss:
 
 
 def combined(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What two micro-batches measured together: the larger of what ends in /max, the sum of everything else."""
+    """Metrics of two micro-batches together: the larger of what ends in /max, the sum of everything else."""
     both = {name: torch.maximum(one[name], other[name]) if name.endswith("/max") else one[name] + other[name]
             for name in one.keys() & other.keys()}
     return {**one, **other, **both}
