@@ -25,7 +25,7 @@ class LowRank:
     scale: float
 
     def delta(self) -> Tensor:
-        """In fp32: the product of two bf16 factors has more digits than bf16 can hold."""
+        """Weight change in fp32: the product of two bf16 factors has more digits than bf16 can hold."""
         return self.scale * (self.left.float() @ self.right.float())
 
 

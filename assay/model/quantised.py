@@ -56,7 +56,7 @@ def is_quantisable(name: str, shape: Sequence[int]) -> bool:
 
 @torch.no_grad()
 def quantise(weight: Tensor, kind: QuantisedKind) -> QuantisedMatrix:
-    """On the weight's own device, some rows at a time."""
+    """Quantise a matrix on its own device, some rows at a time."""
     if weight.shape[1] % 2:
         raise UsageError(f"a matrix of {weight.shape[1]} columns has no {kind} form: two weights share a byte; expected an even number")
     parts = [_quantise_rows(rows, kind) for rows in _some_rows(weight, weight.shape[1])]
@@ -112,7 +112,8 @@ def _halfway(device: torch.device) -> Tensor:
 
 @functools.cache
 def _levels(device: torch.device) -> Tensor:
-    """On its device before a graph is captured there, since a capture cannot copy from the host: whoever captures warms up first."""
+    """NF4 levels, on their device before a graph is captured there, since a capture cannot copy from the host: whoever captures warms up
+    first."""
     return torch.tensor(NF4).to(device)
 
 

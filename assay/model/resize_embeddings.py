@@ -31,7 +31,7 @@ class ResizedModel:
     rows: tuple[int, ...]
 
     def tables(self) -> dict[str, Tensor]:
-        """What an adapter must carry, for Patch.replaced."""
+        """Resized tables, which an adapter must carry, for Patch.replaced."""
         return {name: self.tensors[name] for name in _TABLES if name in self.tensors}
 
 
