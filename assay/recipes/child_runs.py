@@ -25,7 +25,7 @@ def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 def pass_on_output(stream: Iterable[str], log: Path, say: Callable[[str], None]) -> list[str]:
-    """What a process says until its end, written down and passed on; its last lines come back."""
+    """Log and pass on what a process prints until its end; its last lines come back."""
     tail: deque[str] = deque(maxlen=50)
     with durable.as_store_error(log):
         file = log.open("a")

@@ -20,7 +20,7 @@ def asked_masters(config: Any) -> torch.dtype:
 
 
 def compute_bytes(config: Any, device: str) -> int:
-    """Of a number in the forward pass."""
+    """Bytes of a number in the forward pass."""
     return (asked_compute(config) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)).itemsize
 
 
@@ -37,7 +37,7 @@ def refuse_bf16_masters(config: Any, *, adapter: bool) -> None:
 
 
 def refuse_fp16(config: Any, model: ModelConfig) -> None:
-    """Where it cannot work, before anything is computed."""
+    """Refuse fp16 where it cannot work, before anything is computed."""
     if asked_compute(config) != torch.float16:
         return
     if model.family.startswith("gemma"):

@@ -60,7 +60,7 @@ class Conversations:
         return found.hexdigest()
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What a checkpoint records of the data read up to `step`; the order is a function of the seed, so it is the same at every step."""
+        """Record of the data in a checkpoint, read up to `step`; the order is a function of the seed, so it is the same at every step."""
         return {"conversations": self.digest, "scored_as": self.scored_as, "tokenizer": self.tokenizer, "seed": self.order.seed,
                 "examples": len(self.train), "held_out": len(self.held_out)}
 
@@ -161,7 +161,7 @@ def evaluated_every(save_steps: int | None) -> int:
 
 
 def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
-    """Who is held out is decided on the conversations, before anything is rendered."""
+    """Load, split, render and pack the conversations. Which are held out is decided on the conversations, before anything is rendered."""
     sources = weighted_sources(config.data, "--data")
     read = [read_conversations(source.name, gsm8k=config.gsm8k, limit=config.limit).rows for source in sources]
     said = [row for rows in read for row in rows]
@@ -222,7 +222,7 @@ def mixed(config: Tuned, examples: Sequence[Any], sources: Sequence[WeightedSour
 
 
 def mixture_in_words(order: PackedExamples, steps: int | None) -> list[str]:
-    """What each source of a mixture will give, in words; nothing where there is one source."""
+    """Lines that say what each source of a mixture will give; none where there is one source."""
     return [f"mixture: {check_mixture(order, steps or order.steps).reason}"] if isinstance(order, MixedExamples) else []
 
 
@@ -255,7 +255,7 @@ def evenly(examples: Sequence[Spread], count: int) -> list[Spread]:
 
 
 def _unbalanced_in_words(model: ModelConfig) -> list[str]:
-    """Of a mixture whose config asks for a loss that this recipe does not add."""
+    """Message about a mixture of experts whose config asks for a balancing loss that this recipe does not add."""
     if model.experts is None or not model.experts.balance:
         return []
     return [f"a mixture of {model.experts.count} experts: the loss that would keep them equally busy (router_aux_loss_coef "

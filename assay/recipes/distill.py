@@ -241,7 +241,7 @@ class Lessons:
                               unit="blended nats per token")
 
     def columns(self, model: Transformer, rows: int, count: int) -> dict[str, float]:
-        """Beside the loss: the KL to the teacher and how often both hold the same token likeliest."""
+        """Evaluation columns beside the loss: the KL to the teacher and how often both hold the same token likeliest."""
         if self.teacher is None:
             return {}
         found = self.teacher.agreement(model, self.data.held_out_batches(rows, count)).estimates()

@@ -116,7 +116,7 @@ class HeldOutEvaluator:
         return found
 
     def _tell_more(self, step: int, found: HeldOut) -> None:
-        """What was measured beside the loss: a line of metrics; of what was trained also its words and its doubts."""
+        """Record what was measured beside the loss: a line of metrics; of the trained model also its message and its doubts."""
         if found.columns:
             self.run.record(step - 1, **found.columns)
         if step and found.words:
@@ -142,7 +142,7 @@ class HeldOutEvaluator:
         return choose_best(self.history.scores).reason if len(self.history.scores) > 1 else "there was one evaluation"
 
     def _say_gap(self, step: int) -> None:
-        """Of text that is new nothing can be learned by heart: a gap can open only once the corpus is read again."""
+        """Report the generalisation gap. New text cannot be memorised: a gap can open only once the corpus is read again."""
         history = self.history
         since = [i for i, seen in enumerate(history.steps) if seen > self.repeats_from]
         if len(since) < ENOUGH_FOR_A_TREND:

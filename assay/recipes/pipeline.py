@@ -104,7 +104,7 @@ class PipelineRecord:
 
 
 def _recalled(stage: Stage, out: Path, earlier: dict[str, Any] | None) -> StageRecord:
-    """What is on record of a stage's key and times; whether it still stands is asked when its turn comes."""
+    """Recorded key and times of a stage; whether it still stands is asked when its turn comes."""
     fresh = StageRecord(stage.name, stage.verb, ["assay", stage.verb, *stage.words], stage.out, stage.model,
                         str(out / "logs" / f"{stage.name}.log"))
     if earlier is None:
@@ -127,7 +127,8 @@ def run_pipeline(plan: PipelinePlan, say: Callable[[str], None], show: Callable[
 
 
 def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None], jobs: int) -> int:
-    """In the file's order, each once the gates of all that it needs hold, at most `jobs` at a time. Where one is stopped, none begins."""
+    """Run the stages in the file's order, each once the gates of all that it needs hold, at most `jobs` at a time. Where one is stopped,
+    none begins."""
 
     def work(stage: Stage) -> int:
         return run_stage(stage, record, processes, say) or pass_gates(stage, record, processes, say)
@@ -180,7 +181,7 @@ def _left(stage: Stage, record: PipelineRecord) -> float | None:
 
 
 def make_room(stage: Stage, record: PipelineRecord, say: Callable[[str], None], *, same: bool) -> None:
-    """What lies in the stage's place stays only where the same command goes on with it."""
+    """Clear the stage's place: what lies there stays only where the same command resumes it."""
     for place in (Path(stage.out), record.plan.out / f"{stage.name}.json"):
         if stage.verb == "fetch" or not os.path.lexists(place) or (same and stage.kind.goes_on):
             continue
@@ -208,7 +209,7 @@ def _located(text: str, stage: Stage) -> Path:
 
 
 def digest_of_made(stage: Stage) -> str | None:
-    """Of what a stage wrote; None where nothing is there. What a run keeps for going on is not counted."""
+    """Digest of what a stage wrote; None where nothing is there. What a run keeps for resuming is not counted."""
     place = (cached_model(stage.out) or Path(stage.out)) if stage.verb == "fetch" else Path(stage.out)
     return digest_of_path(place) if place.exists() else None
 
@@ -260,7 +261,7 @@ def check_gate(gate: Gate, stage: Stage, record: PipelineRecord, processes: "Sta
 
 
 def check_proven(gate: Gate, stage: Stage, record: PipelineRecord, processes: "StageProcesses") -> Verdict:
-    """By the hallmark, with every byte hashed again; where there is none, by a proof here and now."""
+    """Check that a stage's model is proven: by the hallmark, with every byte hashed again; where there is none, by a proof here and now."""
     if stage.verb == "prove" or stage.out.endswith(".gguf"):  # a GGUF file has no room for a hallmark: by what its export proved
         return _proof_verdict(gate, read_json(_printed_to(stage), (dict, list)))
     assert stage.model is not None, "the plan lets only stages with a model have this gate"
@@ -286,7 +287,7 @@ def _by_its_mark(gate: Gate, model: Path) -> Verdict | None:
 
 
 def _proof_verdict(gate: Gate, document: Any) -> Verdict:
-    """What `assay prove --json` says of one artifact, or of several."""
+    """Verdict of `assay prove --json` on one artifact, or on several."""
     each = document if isinstance(document, list) else [document]
     outcomes = [Outcome(one["outcome"]) for one in each]
     against = [f"{verdict['check']}: {verdict['reason']}" for one in each for verdict in one["verdicts"] if verdict["outcome"] != "PROVEN"]
@@ -300,7 +301,7 @@ def _proof_verdict(gate: Gate, document: Any) -> Verdict:
 
 
 def check_shown(gate: Gate, stage: Stage, record: PipelineRecord, processes: "StageProcesses") -> Verdict:
-    """By the comparison that the stage made, or that of its evaluation with the other's."""
+    """Check that an improvement is shown: by the comparison that the stage made, or that of its evaluation with the other's."""
     if stage.verb == "compare":
         document: Any = read_json(Path(stage.out))
     else:
@@ -392,7 +393,7 @@ class StageProcesses:
         return StageEnd(code, _end_in_words(code, tail, document), seconds, document=document)
 
     def _ended(self, process: subprocess.Popen[str]) -> None:
-        """Whatever happens here, it is not left behind."""
+        """End a process, whatever happened: it is not left behind."""
         self._live.discard(process)
         if process.poll() is None:
             process.terminate()
@@ -485,7 +486,7 @@ def _end_in_words(code: int, tail: Sequence[str], document: Any) -> str:
 
 
 def _document_words(document: Any) -> list[str]:
-    """What a command that prints JSON would have said in one line."""
+    """One line for a command that prints JSON."""
     if not isinstance(document, dict):
         return []
     compared = [one["sentence"] for one in document.get("comparisons", [])]

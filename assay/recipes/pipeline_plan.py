@@ -39,7 +39,7 @@ _PLAN = {"purpose?": str, "budget?": str, "inputs?": {str: (str, float, bool)}, 
 
 @dataclass(frozen=True)
 class StageKind:
-    """What a pipeline knows of a verb besides its options."""
+    """Properties of a verb that a pipeline knows besides its options."""
 
     files: tuple[str, ...] = ()  # options that name files, or folders that are no models
     models: tuple[str, ...] = ()  # options that name models
@@ -260,7 +260,7 @@ def _reference(found: re.Match[str], drafts: Mapping[str, _Draft], where: str) -
 
 
 def _in_order(drafts: Mapping[str, _Draft], where: str) -> list[_Draft]:
-    """As they stand in the file, but each after all that it needs."""
+    """Stages as they stand in the file, but each after all that it needs."""
     done: dict[str, _Draft] = {}
     while len(done) < len(drafts):
         ready = next((draft for draft in drafts.values() if draft.name not in done and all(name in done for name in draft.needs)), None)
@@ -272,7 +272,7 @@ def _in_order(drafts: Mapping[str, _Draft], where: str) -> list[_Draft]:
 
 
 def _place(draft: _Draft, out: Path) -> dict[str, str]:
-    """Where a stage's `out` and `model` will be. A fetched model is called by its name, as every verb takes it."""
+    """Paths of a stage's `out` and `model`. A fetched model is called by its name, as every verb takes it."""
     if draft.verb == "fetch":
         name = str(draft.said.get("name", ""))
         return {"out": name, "model": name}
@@ -344,7 +344,7 @@ _PATHS_IN: dict[str, Callable[[str], list[str]]] = {"compare": _paths_of_arm, "m
 
 
 def _require_inputs(draft: _Draft, inputs: Sequence[str], places: Mapping[str, dict[str, str]]) -> None:
-    """What no stage will make must be there now."""
+    """Require that the inputs that no stage will make are there now."""
     from assay.store.model_cache import cached_model, fetch_hint
     from assay.store.remote import is_url
 

@@ -106,7 +106,7 @@ class CorpusData:
         return next((verdict for verdict in found if verdict.outcome is Outcome.REFUTED), found[0])
 
     def audit(self) -> list[Verdict]:
-        """Of a mixture the first rows are counted here, and all that were read at the end."""
+        """Audit the order and the held-out documents. Of a mixture the first rows are counted here, and all that were read at the end."""
         some = max(1, min(self.order.steps, AUDITED_ROWS // self.order.rows))
         order = check_mixture(self.order, some) if isinstance(self.order, MixedOrder) else check_epoch_order(self.order)
         return [order, check_document_copies(self.corpus)]

@@ -55,7 +55,7 @@ def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tu
 
 
 def _silent(_: str) -> None:
-    """Of several processes one speaks."""
+    """Print nothing: of several processes one speaks."""
 
 
 def accumulate_on(device: str) -> Accumulate:
@@ -79,8 +79,8 @@ def sharded_model(config: Trained | Pretrain, world: World | None, model: Transf
 
 
 def moments_wait(config: Trained | Pretrain, *, in_parts: bool = False) -> str | None:
-    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in a process
-    that is sent its part, and in all of them where the model is opened in parts."""
+    """Device of the optimizer moments before step 1: the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in
+    a process that is sent its part, and in all of them where the model is opened in parts."""
     if holds_outline(config) or in_parts:
         return "meta"
     return "cpu" if shards_parameters(config) else None
@@ -232,7 +232,7 @@ def check_ranks(said: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str,
 
 
 def require_global(step: Step) -> None:
-    """What a step says is plain and of all processes: a DTensor would be one process's part of it."""
+    """Require that a step's values are plain and of all processes: a DTensor would be one process's part of it."""
     values = {"loss": step.loss, "grad_norm": step.grad_norm, **step.metrics}
     if parts := [name for name, value in values.items() if lies_in_parts(value)]:
         raise GuardStop(f"step {step.index}: {', '.join(parts)} is a part of a value that lies with several processes (DTensor); it must "

@@ -40,8 +40,8 @@ class EvaluationPlan:
 
 def plan_evaluations(*, held_out: int, asked_prompts: int | None, asked_samples: int | None, completions: int | None,
                      evaluations: int) -> EvaluationPlan:
-    """As many prompts, then as many samples of each, as EVALUATION_SHARE of the run's `completions` pays for; half of what is held out
-    at most, so that the gain is measured on prompts that nothing was chosen by."""
+    """Plan the evaluations: as many prompts, then as many samples of each, as EVALUATION_SHARE of the run's `completions` pays for; half of
+    what is held out at most, so that the gain is measured on prompts that nothing was chosen by."""
     most = max(2, held_out // 2)
     paid = USUAL_PROMPTS if completions is None else int(EVALUATION_SHARE * completions / max(1, evaluations))
     prompts = min(most, asked_prompts or max(FEWEST_PROMPTS, paid))

@@ -35,7 +35,7 @@ _INDEX = {"assay": str, "format": int, "run": str, "checkpoints": {str: str}, "f
 
 @dataclass(frozen=True)
 class _Shipment:
-    """What one record names: checkpoints, the newest last, and how much of each file of the run there was."""
+    """Record of one upload: checkpoints, the newest last, and how much of each file of the run there was."""
 
     checkpoints: tuple[tuple[Path, str], ...]
     lengths: dict[Path, int]
@@ -78,7 +78,7 @@ class RemoteRun:
         return {digest for shipment in shipments for _, digest in shipment.checkpoints}
 
     def told(self) -> list[Verdict]:
-        """What was sent, or failed to be, since this was last asked."""
+        """Verdicts on what was sent, or failed to be, since this was last asked."""
         with self._lock:
             told, self._told = self._told, []
         return told
@@ -92,7 +92,7 @@ class RemoteRun:
         self._sender.shutdown()
 
     def send_model(self, places: Iterable[Path]) -> Verdict:
-        """What was handed over, and the last record: whether all of it is at the URL."""
+        """Send what was handed over, and the last record; returns whether all of it is at the URL."""
         self.wait()
         try:
             for place in places:
@@ -156,8 +156,8 @@ class RemoteRun:
 
 
 def restore_run(url: str, folder: Path, same_options: Callable[[bytes], list[str]], say: Callable[[str], None]) -> None:
-    """Where the folder holds no run and the URL does: its newest record that is whole, fetched and verified. Where both hold one, it must
-    be the same. `same_options` says what makes the options there another run's."""
+    """Restore a run from the URL where the folder holds none: its newest record that is whole, fetched and verified. Where both hold one,
+    it must be the same. `same_options` says what makes the options there another run's."""
     remote = RemoteFolder(url)
     if (folder / CONFIG).exists():
         _require_same_run(remote, folder, say)
@@ -208,7 +208,7 @@ def run_identity(folder: Path) -> str:
 
 
 def _beginning(path: Path, length: int) -> bytes:
-    """What a file held when it was that long: lines are only ever added to those that change."""
+    """Bytes of a file when it was that long: lines are only ever added to those that change."""
     with path.open("rb") as file:
         data = file.read(length)
     if len(data) != length:

@@ -134,7 +134,7 @@ class RemoteSampler(Sampler):
     # ---------------------------------------------------------------- what is said of it, and done with what it drew
 
     def verdicts(self) -> list[Verdict]:
-        """Of the last hand-over, and of what was drawn and corrected since."""
+        """Verdicts on the server's last weight update, and on what was drawn and corrected since."""
         weighed = [] if self.importance is None else [check_importance(self.importance)]
         return [*self._shown, self.remote.check_replies(), *weighed]
 

@@ -140,8 +140,8 @@ class Rollout:
         return [list(group.completions) for group in self.everything], [list(group.rewards) for group in self.everything]
 
     def witness_facts(self) -> list[dict[str, Any]]:
-        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards.
-        Of weighed ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
+        """Record of a step for the witness: prompts, completions with the log-probabilities that they were drawn with, and rewards. Of
+        importance-weighted ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
         drawn, assumed = self.drawn, list[list[float]]()
         if self.weighed:
             assert self.rows.behaviour is not None
@@ -241,7 +241,8 @@ class RolloutCollector:
         self.fingerprints.setdefault(step, self.sampler.fingerprint)
 
     def draw(self, step: int) -> DrawnGroups:
-        """With the weights that were loaded: what is learned from, and all that was drawn; prompts and draws are those of the step."""
+        """Sample the groups of a step with the weights that were loaded: what is learned from, and all that was drawn; prompts and draws
+        are those of the step."""
         return DrawnGroups(*self._groups(step))
 
     def assemble(self, step: int, drawn: DrawnGroups, reference: Reference | None, policy: str, drawn_at: int) -> Rollout:
@@ -266,7 +267,7 @@ class RolloutCollector:
     # ---------------------------------------------------------------- one rollout
 
     def _groups(self, step: int) -> tuple[list[Group], list[Group]]:
-        """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
+        """Groups to learn from, and all that were drawn: places whose group taught nothing get other prompts, up to the limit."""
         rollout = step // self.config.num_iterations
         groups = self._complete(step, self._prompts(rollout))
         everything, tried, spare = list(groups), [1] * len(groups), self.order.spare(rollout)
@@ -349,7 +350,7 @@ class RolloutCollector:
                                  self.model, floor)
 
     def check_drawn(self, drawn: DrawnGroups, floor: LogprobFloor) -> list[Verdict]:
-        """Of what was drawn ahead, with the sampler's copy of the weights that drew it, before it takes up others."""
+        """Check groups that were drawn ahead, with the sampler's copy of the weights that drew them, before it takes up others."""
         every, policy = completions_of(drawn.groups), self.sampler.engine.weights.model
         rows = batch_of(every, [0.0] * len(every), [True] * len(every), self.config.normalisation, cap=self.config.max_completion_length)
         part, chosen = self._compared(every, rows)
@@ -418,7 +419,7 @@ class RolloutCollector:
         return part, [drawn[i] for i in chosen]
 
     def measure(self, rollout: Rollout) -> dict[str, float]:
-        """Asked for while a GPU is learning from it, it costs no time."""
+        """Metrics of a rollout. Asked for while a GPU is learning from it, they cost no time."""
         groups, judge = rollout.everything, self.rewards.judge
         found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self._advantages(groups))
         found |= component_metrics(groups) | self.rewards.noise_metrics(groups) | self.sampler.metrics()
@@ -457,12 +458,12 @@ class RolloutCollector:
 
 
 def address(step: int) -> tuple[str | int, ...]:
-    """Where a rollout's draws stand; the prompt's id and the member's number follow."""
+    """Seed address of a rollout's draws; the prompt's id and the member's number follow."""
     return "rollout", step
 
 
 def counted_completions(groups: Sequence[Group], advantages: Advantages, *, mask_truncated: bool, cap: int) -> list[bool]:
-    """Which completions are learned from: those whose reward is known and, where asked, that ended by themselves."""
+    """Mask of the completions that are learned from: those whose reward is known and, where asked, that ended by themselves."""
     ended = [completion.ended for group in groups for completion in group.completions]
     kept = untruncated(ended) if mask_truncated else np.ones(len(ended), dtype=bool)
     found = (advantages.known_PG.flatten() & kept).tolist()
@@ -483,7 +484,7 @@ class RolloutHistory:
         self._warned: dict[str, int] = {}
 
     def recall(self) -> None:
-        """What the rules over the steps so far have to know, from what was written of them."""
+        """Recall, from the written metrics, what the rules over the steps so far have to know."""
         for row in read_json_lines(self.run.metrics_file):
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
             if "groups" in row:
@@ -493,7 +494,7 @@ class RolloutHistory:
             self.tokens = row.get("num_tokens", self.tokens)
 
     def add(self, step: Step, found: Mapping[str, float], measured: Mapping[str, float] | None) -> None:
-        """What an update on the last rollout found; of its first one also what the rollout `measured` as it was drawn."""
+        """Add what an update on the last rollout found; of its first one also what the rollout `measured` as it was drawn."""
         if measured is not None:
             self.rollouts.append(dict(measured))
         self.rollouts[-1] |= {**found, "grad_norm": float(step.grad_norm)}

@@ -133,7 +133,7 @@ class SaveCost:
 
 
 def _round_up(steps: float) -> int:
-    """To two digits: it is advice."""
+    """Round up to two digits: it is advice."""
     digits = 10 ** max(0, math.floor(math.log10(steps)) - 1)
     return math.ceil(steps / digits) * digits
 
@@ -217,7 +217,7 @@ class Run:
         return self._prover.witnesses
 
     def rehearse_proofs(self, model: Path) -> None:
-        """On a GPU: let the proving processes warm up on the starting model while the run prepares its first step."""
+        """Warm up the proving processes, on a GPU, on the starting model while the run prepares its first step."""
         if self.probing.device != "cpu":
             self._prover.rehearse(model, self.probing, self.headroom)
 
@@ -363,7 +363,7 @@ class Run:
             self._kept.append((check_kept_checkpoints(due), all(path.is_dir() for path in due)))
 
     def _write_down_saved(self) -> None:
-        """In the loop's own thread: a ledger has one writer."""
+        """Write finished saves into the ledger, in the loop's own thread: a ledger has one writer."""
         while self._saved:
             written = self._saved.pop(0)
             self.ledger.append(Event.SAVED, checkpoint=written.folder.name, digest=written.digest)
@@ -391,7 +391,8 @@ class Run:
             self._offer_to_remote(folder)
 
     def _offer_to_remote(self, folder: Path) -> None:
-        """With what a run that goes on from it elsewhere would need: the best so far, and what later checkpoints refer to."""
+        """Offer a checkpoint to the remote store, with what a run that resumes from it elsewhere would need: the best so far, and what
+        later checkpoints refer to."""
         if self.remote is not None:
             best = self._best.get(folder)
             held = step_folders(self.checkpoints) if self.needed else []

@@ -153,7 +153,7 @@ TrainedWeights = WholeModel | AdapterModel
 
 
 def beside_held(model: Transformer, base: Ancestor) -> Destination | None:
-    """Where a base is opened anew beside the live one: what the two have in the same bits is shared."""
+    """Destination of a base that is opened anew beside the live one: what the two have in the same bits is shared."""
     device, held = str(model.embed.weight.device), frozen_tensors(model)
     return straight_to(device, held) if base.held is None else Destination(device, held, base.weights)
 
@@ -269,7 +269,7 @@ def largest_weight(parent: Artifact, stored: StoredTensors) -> float:
 
 
 def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a checkpoint's weight files hold, of tensors that are made one at a time."""
+    """Tensors under the names of a checkpoint's weight files, made one at a time."""
     layout = hf_layout(config)
     holder = {piece.name: name for name, pieces in layout.items() for piece in pieces}
     return LazyTensors(list(holder), lambda name: to_foreign({(own := holder[name]): layout[own]}, {own: ours[own]})[name])
@@ -309,7 +309,8 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 
 
 def beside_live(start: StartingModel) -> Destination | None:
-    """Where the base of a run's adapters is opened anew, so that it is held once; None where none is frozen here, or it lies in parts."""
+    """Destination of the base of a run's adapters when it is opened anew, so that it is held once; None where none is frozen here, or it
+    lies in parts."""
     whole = start.weights.model is start.model and start.weights.stored is None
     return beside_held(start.model, start.weights.base) if isinstance(start.weights, AdapterModel) and whole else None
 
@@ -359,7 +360,7 @@ def given(config: Trained, to: Destination | None = None) -> Artifact:
 
 
 def _held_dtype(config: Trained) -> str | None:
-    """Of a whole model that is opened to be a base as it is; an adapter's manifest says in which its own is held."""
+    """Base dtype of a whole model that is opened to be a base as it is; an adapter's manifest says in which its own is held."""
     named = str(config.from_ or config.model)
     remade = config.new_tokens or config.rope_scaling or named.endswith(".gguf")
     return None if remade or locate_artifact(named).adapter else config.base_dtype

@@ -118,7 +118,7 @@ def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, dev
 
 
 def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[Arm]:
-    """What one of the two scores: an arm of each task."""
+    """Scores of one of the two models on the suite: an arm of each task."""
     arms = []
     for name, opened in open_tasks(suite).items():
         task = suite.tasks[name]

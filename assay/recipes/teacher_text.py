@@ -32,7 +32,7 @@ from assay.strict_json import read_json_lines
 
 @dataclass(frozen=True)
 class TeacherPrompt:
-    """What is asked: messages, a text, or both where a model without a template gets another text."""
+    """Prompt for a teacher: messages, a text, or both where a model without a template gets another text."""
 
     messages: tuple[Message, ...]
     plain: str | None
@@ -131,7 +131,7 @@ def sample_answers(prompts: Sequence[TeacherPrompt], teacher: Artifact, tokenize
 
 
 def encode_teacher_prompt(prompt: TeacherPrompt, tokenizer: Tokenizer) -> list[int]:
-    """By the teacher's own template, or as plain text begins for it."""
+    """Token ids of a teacher's prompt, by the teacher's own template, or as plain text begins for it."""
     if prompt.messages and tokenizer.template is not None:
         return tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True))
     if prompt.plain is None:

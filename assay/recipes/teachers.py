@@ -30,14 +30,14 @@ from assay.verdict import Verdict
 
 
 class Student(NamedTuple):
-    """What a teacher must know of its student."""
+    """Facts about a student that its teacher must know."""
 
     vocab: int
     tokenizer: Tokenizer
 
 
 class OnlineTeacher:
-    """In memory: it reads every batch beside the student and never changes."""
+    """Teacher in memory: it reads every batch beside the student and never changes."""
 
     def __init__(self, artifact: Artifact, student: Student, blend: DistillationSettings, device: str):
         refuse_other_tokenizer(artifact, student)
@@ -128,7 +128,7 @@ def open_teacher_model(config: Distill) -> Artifact:
 
 
 def place_teacher(artifact: Artifact, device: str) -> Transformer:
-    """Where the student computes, in what it computes, and with nothing to learn."""
+    """Place a teacher where the student computes, in what it computes, and with nothing to learn."""
     return place_for_training(build_model(artifact, None).requires_grad_(False), device).eval()
 
 

@@ -31,7 +31,7 @@ def forward_operations(config: ModelConfig, length: int) -> float:
 
 
 def _share(config: ModelConfig, name: str) -> float:
-    """Of a matrix that a token meets."""
+    """Share of a matrix that a token is multiplied with: 1, or the active share of experts."""
     experts = re.fullmatch(r"blocks\.(\d+)\.mlp\.(up|down)\.weight", name)
     if config.experts is None or experts is None or not config.mixture_at(int(experts[1])):
         return 1.0

@@ -30,6 +30,6 @@ class WitnessPace:
 
 
 def replay_seconds(record: Path) -> float | None:
-    """Of a record that has been replayed."""
+    """Seconds that the replay of a record took; None where it has not been replayed."""
     said = record / SAID
     return json.loads(said.read_text())["evidence"].get("seconds") if said.is_file() else None
