@@ -66,7 +66,7 @@ class LiveRun:
                 "left": self._left(), **told}
 
     def _left(self) -> list[str]:
-        """Of a run that is over nothing is left to spend."""
+        """Budget that is left; a run that is over has nothing left to spend."""
         going_on = self.row is not None and self.row.state in ("running", "no end on record", "interrupted")
         return budget_left(self.record.config, self.metrics.newest) if going_on and self.record is not None else []
 
@@ -155,7 +155,7 @@ class LiveRuns:
 
 
 def budget_left(config: dict[str, Any], newest: dict[str, Any]) -> list[str]:
-    """What is left of steps, minutes and tokens, where the options name a bound and a row says how far it is."""
+    """Steps, minutes and tokens that are left, where the options name a bound and a row says how far it is."""
     step, seconds, tokens = newest.get("step"), finite_number(newest.get("seconds")), finite_number(newest.get("num_tokens"))
     taken = {"max_steps": (None if not isinstance(step, int) else step + 1, "steps"),
              "minutes": (None if seconds is None else seconds / 60, "minutes"), "tokens": (tokens, "tokens")}
@@ -186,7 +186,7 @@ def gpu_readings() -> list[dict[str, Any]] | None:
 
 
 def newest_lines(path: Path) -> Lines:
-    """Of a long file its last megabyte; the line that is cut in two is left out."""
+    """Last lines of a file, of a long one its last megabyte; the line that is cut in two is left out."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -84,7 +84,8 @@ def recorded_samples(own: Lines, parents: Sequence[dict[str, Any]], edits: Mappi
 
 
 def probes_section(run: Path, events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
-    """What the proofs found in the texts of each checkpoint, and what `assay probe --history RUN --json > RUN/probe.json` did."""
+    """Report section of generation probes: what the proofs found in the texts of each checkpoint, and what `assay probe --history RUN
+    --json > RUN/probe.json` did."""
     found, wrong = read_json_or_remark(run / "probe.json")
     rows = _probed_by_proofs(events)
     if found is None and not rows:
