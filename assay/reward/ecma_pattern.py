@@ -52,7 +52,7 @@ def _compiled(pieces: list[str], pattern: str) -> str:
 
 
 def _translated(piece: str, within: bool, pattern: str) -> tuple[str, str, bool]:
-    """What a piece is in Python, the part of it that was used, and whether a character class is open after it."""
+    """Piece of an ECMA pattern in Python, the part of it that was used, and whether a character class is open after it."""
     if piece[0] == "\\":
         return _escape(piece, within, pattern), piece, within
     if within:

@@ -38,7 +38,7 @@ UNUSED_UIDS = 1 << 30  # as root, every sandbox gets a user of its own above thi
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox. `seconds` are of CPU time; on a busy machine a right program gets `wall_seconds` to use them."""
+    """Resource limits of one sandbox. `seconds` are of CPU time; on a busy machine a right program gets `wall_seconds` to use them."""
 
     seconds: int = 5
     wall_seconds: float = 15.0
@@ -230,7 +230,7 @@ def _until(selector: selectors.BaseSelector, boxes: list[Sandbox], limits: Limit
 
 
 def _rest(selector: selectors.BaseSelector, boxes: list[Sandbox], limits: Limits) -> None:
-    """What was written before the end. All writers are dead or dying, so every pipe comes to its end; a pipe holds little."""
+    """Read what was written before the end. All writers are dead or dying, so every pipe comes to its end; a pipe holds little."""
     for key in list(selector.get_map().values()):
         if key.data is not None:
             box, channel = key.data

@@ -126,7 +126,7 @@ class Exam:
         self.link, self.calls = link, 0
 
     def names(self, names: list[str]) -> dict[str, Any]:
-        """What the program lacks stays undefined: the test that needs it fails with a NameError."""
+        """Names of the program for the tests. What the program lacks stays undefined: the test that needs it fails with a NameError."""
         found = {}
         for name in names:
             try:
@@ -208,7 +208,7 @@ class Link:
 
 
 def carried(value: Any) -> Any:
-    """What the tests hand over: plain data and what came from the program; nothing of theirs stays reachable."""
+    """Value that the tests hand over: plain data and what came from the program; nothing of theirs stays reachable."""
     def refused(other: Any) -> Any:
         if isinstance(other, Remote):
             return ["kept", other._handle()]
@@ -218,7 +218,7 @@ def carried(value: Any) -> Any:
 
 
 def _plain(value: Any, kept: list[Any]) -> Any:
-    """What the program answers: data as data, anything else as a number under which it is kept."""
+    """Answer of the program: data as data, anything else as a number under which it is kept."""
     def keep(other: Any) -> Any:
         kept.append(other)
         return ["kept", len(kept) - 1]
