@@ -267,7 +267,7 @@ class EngineThread:
             self._cancel(call)
 
     def _refuse_queued(self) -> None:
-        """At the end of the thread: nobody does what was still asked, or will be."""
+        """Refuse what is still queued at the end of the thread: nobody does what was still asked, or will be."""
         with self._queueing:
             self._ended = True
         while not self._queue.empty():
