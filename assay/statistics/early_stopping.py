@@ -101,7 +101,7 @@ def compare_losses(before: ArrayLike, after: ArrayLike, *, level: float = 0.95) 
 
 
 def paired_noise(before: ArrayLike, after: ArrayLike) -> Noise:
-    """From two evaluations of the same sequences, best as far apart as the rule will compare."""
+    """Noise of an improvement, from two evaluations of the same sequences, best as far apart as the rule will compare."""
     change = np.diff(_same_sequences([before, after]), axis=0)[0]
     return Noise(float(change.std(ddof=1)), change.size)
 

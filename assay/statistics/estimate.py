@@ -283,7 +283,7 @@ def _mcnemar(gained: int, lost: int) -> float:
 
 
 def _matched(ids: tuple[Sequence[Hashable], Sequence[Hashable]], after: int, before: int) -> NDArray[np.int64]:
-    """Where each example of the after side stands on the before side."""
+    """Index on the before side of each example of the after side."""
     new, old = list(ids[0]), list(ids[1])
     if (len(new), len(old)) != (after, before):
         raise DataError(f"{after} scores after and {before} before came with {len(new)} and {len(old)} ids")
