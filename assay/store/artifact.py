@@ -96,7 +96,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a model's tensors go as they are opened, one after the other, and those that may lie there already, under our names.
+    """Destination of a model's tensors as they are opened, one after the other, and those that may lie there already, under our names.
 
     One that is there, of the same dtype and bit for bit what the file holds, is shared: then a model that was opened anew, and
     compared in every bit with the live one, takes no memory of its own.
@@ -288,7 +288,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def read_artifact_stops(tokenizer: Tokenizer | None, config: dict[str, Any], generation: dict[str, Any]) -> SpecialTokens:
-    """Without a tokenizer only config and generation config speak."""
+    """Special tokens of an artifact; without a tokenizer only config and generation config speak."""
     for fields, name in itertools.product((config, generation), ("bos_token_id", "eos_token_id")):
         if not all(id is None or type(id) is int for id in _listed(fields.get(name))):
             raise ArtifactError(f"{name} is {fields[name]!r}; expected a token id, or a list of them")

@@ -57,7 +57,7 @@ COMPRESSED = {one.name: one for one in (
 
 def compressed_weights(weights: Mapping[str, Tensor], scheme: CompressedScheme, dtype: torch.dtype) -> tuple[dict[str, Tensor],
                                                                                                             dict[str, Any]]:
-    """Of weights under Hugging Face names: the tensors of the folder, and its quantization_config."""
+    """Compress weights under Hugging Face names: the tensors of the folder, and its quantization_config."""
     chosen = [name for name, tensor in weights.items() if is_linear(name, tensor)]
     if not chosen:
         raise UsageError(f"no matrix of these weights is a linear layer's; {scheme.name} has nothing to round: export it --to hf")
@@ -125,7 +125,7 @@ def quantization_config(scheme: CompressedScheme, group: int | None) -> dict[str
 
 @dataclass(frozen=True)
 class CompressedRecipe:
-    """What a quantization_config says, where it is one that Assay reads."""
+    """Contents of a quantization_config, where it is one that Assay reads."""
 
     scheme: CompressedScheme
     group: int | None

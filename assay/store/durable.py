@@ -172,7 +172,7 @@ class HashedFile:
         self.size += len(data)
 
     def close(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Close the file; returns what a manifest says of it."""
         self.file.flush()
         disk.sync(self.file.fileno())
         self.file.close()

@@ -56,7 +56,7 @@ def release_pages(part: Tensor) -> int:
 
 
 def _pagemap(first: int, last: int) -> np.ndarray:
-    """What the system says of each page; empty where it does not tell."""
+    """The system's entry of each page; empty where it does not tell."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * first)

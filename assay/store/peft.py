@@ -85,7 +85,7 @@ def read_adapter(config: ModelConfig, base: Mapping[str, Tensor], fields: Mappin
 
 
 def _stacked_parts(file: AdapterFile) -> tuple[list[tuple[LoraSite, LowRank]], set[str]]:
-    """Of target_parameters, and the names in the file that they came from."""
+    """LoRA parts of target_parameters, and the names in the file that they came from."""
     found, used = list[tuple[LoraSite, LowRank]](), set[str]()
     chosen = stacked_sites(file.untied, file.fields.get("target_parameters") or [], file.where)
     for parameter, sites in chosen.items():

@@ -58,7 +58,7 @@ class QuantisedReader:
         return bool(held) and all(held.get(name) is tensor for name, tensor in tensors.items())
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
-        """Of the weights that the codes stand for, under their foreign names; one matrix at a time is made."""
+        """Digest of the weights that the codes stand for, under their foreign names; one matrix at a time is made."""
         facts: dict[str, Any] = {}
         for name, pieces in self.layout.items():
             facts |= tensor_facts(to_foreign({name: pieces}, {name: weight_in(tensors, name)}))

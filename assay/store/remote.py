@@ -69,7 +69,7 @@ def _bring_mark(place: Path, data: bytes | None) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Of several processes that fetch one folder, one does."""
+    """Lock a folder: of several processes that fetch it, one does."""
     durable.make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -157,7 +157,7 @@ class RemoteFolder:
             raise UsageError(f"{self.url}/{name}: cannot be found: {error}") from None
 
     def names(self) -> list[str]:
-        """Of what lies directly in the folder, sorted; none where there is no folder."""
+        """Names of what lies directly in the folder, sorted; none where there is no folder."""
         def listed() -> list[str]:
             self._store.invalidate_cache()
             try:
@@ -228,7 +228,7 @@ def fetch_folder(remote: RemoteFolder, manifest: bytes, place: Path) -> None:
 
 
 def manifest_files(data: bytes, where: str) -> dict[str, dict[str, Any]]:
-    """What a manifest says of its files: of a checkpoint or of a corpus. Names lead nowhere else."""
+    """Files that a manifest lists: of a checkpoint or of a corpus. Names lead nowhere else."""
     files = parse_json(data, where=where, shape=_FILES)["files"]
     for name in files:
         if Path(name).name != name or name.startswith(".") or name in (MANIFEST, HALLMARK, QUARANTINE):
