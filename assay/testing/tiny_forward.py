@@ -182,7 +182,7 @@ def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Te
 
 
 def stale_cache_entry(name: str) -> Break:
-    """What a slot holds at place 5 is what it holds at place 4."""
+    """Fault: a slot holds at place 5 what it holds at place 4."""
     def breaks(model: Transformer, layer: int) -> None:
         attend_whole = block(model, layer).attn.forward
 

@@ -86,7 +86,7 @@ def kto_steps(policy: Any, pairs: Sequence[LabelledPair], stored: StoredReferenc
 
 
 def a_kto_preflight(folder: Path, plant: Plant) -> list[Verdict]:
-    """Of a policy that is its reference, as before step 1; the KL is estimated against a reference that it has left."""
+    """KTO preflight of a policy that is its reference, as before step 1; the KL is estimated against a reference that it has left."""
     settings = KtoSettings()
     with plant(folder):
         pairs, policy = tiny_feedback(folder), parent_model()
@@ -119,12 +119,12 @@ def a_written_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def move_reward_head(model: Any, row: int) -> None:
-    """What training does to it."""
+    """Move the reward token's row as training would."""
     with torch.no_grad():
         model.head_weight()[row].add_(0.1)
 
 def other_tokenizer(template: str | None = OTHER_TEMPLATE) -> Tokenizer:
-    """Of a reward model that is no relative of the policy: other words, other special tokens, another template."""
+    """Tokenizer of a reward model that is no relative of the policy: other words, other special tokens, another template."""
     document = json.dumps(tiny_tokenizer(words=("Ġor", "on")).document)
     for ours, theirs in OTHER_TOKENS.items():
         document = document.replace(ours, theirs)
@@ -159,7 +159,7 @@ def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def prompt_alone(prompt: Prompt) -> TrainingExample:
-    """With one token to learn, which the student's words take the place of."""
+    """Prompt as an example with one token to learn, which the student's own answer takes the place of."""
     weight = np.array([0.0] * len(prompt.ids) + [1.0])
     return TrainingExample(prompt.id, np.array([*prompt.ids, 5]), weight, (), len(prompt.ids))
 

@@ -72,7 +72,7 @@ def parent_model() -> Transformer:
 
 
 def reference_for(_: Transformer) -> Transformer:
-    """Who is asked for the reference of a policy: its parent."""
+    """Reference model of a policy: its parent."""
     return parent_model()
 
 # ---------------------------------------------------------------- jobs
