@@ -99,7 +99,7 @@ GPT2_MODULES = SiteModules("transformer.h", "transformer.ln_f", "attn", {
 
 
 def transformers_modules(config: ModelConfig) -> SiteModules:
-    """Where transformers has the sites of such a model. Its routers lay all tokens in one row, and are not looked at."""
+    """Modules at which transformers has the sites of such a model. Its routers lay all tokens in one row, and are not looked at."""
     if config.family == "gpt2":
         return GPT2_MODULES
     modules = LLAMA_MODULES
