@@ -80,7 +80,7 @@ def run(flags: FLAGS) -> int:
 
 
 def user_lines() -> Iterator[str]:
-    """What the user writes, until the input ends."""
+    """Lines that the user writes, until the input ends."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -275,7 +275,7 @@ def chat_engine(artifact: "Artifact", flags: FLAGS, steering: "AskedSteering | N
 
 
 def seen(text: str) -> str:
-    """What a model says is text: it moves no cursor and paints nothing."""
+    """Printable text: what a model says moves no cursor and paints nothing."""
     from assay.report.templates import visible
 
     return visible(text)

@@ -52,7 +52,7 @@ def verb_flags(verb: str) -> list[CompletedFlag]:
 
 
 def positional_choices(verb: str) -> tuple[str, ...]:
-    """Of its first argument."""
+    """Choices of a verb's first positional argument."""
     cls = importlib.import_module(f"assay.verbs.{verb.replace('-', '_')}").FLAGS
     first = next((field for field in dataclasses.fields(cls) if field.metadata.get("positional")), None)
     return () if first is None else _choices(typing.get_type_hints(cls)[first.name])

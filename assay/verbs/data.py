@@ -272,7 +272,7 @@ def marked_text(example: "TrainingExample", tokenizer: "Tokenizer") -> str:
 
 
 def coloured_text(example: "TrainingExample", tokenizer: "Tokenizer") -> Any:
-    """As text for a terminal: supervised tokens on green in two shades, context dim, special tokens bold."""
+    """Training example as coloured text for a terminal: supervised tokens on green in two shades, context dim, special tokens bold."""
     from rich.text import Text
 
     text = Text()

@@ -17,7 +17,7 @@ def line_printer(*, json: bool) -> Callable[[str], None]:
 
 
 def keep_silent(_: str) -> None:
-    """What is not said stands in the ledger."""
+    """Print nothing: what is not printed stands in the ledger."""
 
 
 def headline_of(folder: Path) -> str | None:
@@ -40,7 +40,7 @@ class ShowProgress(Protocol):
 
 @contextmanager
 def progress_line() -> Iterator[ShowProgress]:
-    """On stderr: on a terminal one line that is rewritten, elsewhere one every few seconds, and the last."""
+    """Progress on stderr: on a terminal one line that is rewritten, elsewhere one every few seconds, and the last."""
     terminal, printed = sys.stderr.isatty(), time.monotonic()
 
     def show(words: str, *, last: bool = False) -> None:
