@@ -96,7 +96,7 @@ class Row:
 
 
 def read_tools(values: Mapping[str, Any]) -> list[Any] | None:
-    """Of a row: a list, or one as JSON text."""
+    """Tools of a row: a list, or one as JSON text."""
     tools = values.get("tools")
     return (json.loads(tools) if isinstance(tools, str) else tools) or None
 
@@ -221,7 +221,7 @@ class Renderer:
         return self.vocabulary.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
-        """What the tokenizer puts before a plain text."""
+        """Token ids that the tokenizer puts before a plain text."""
         around, alone = self.vocabulary.encode("a", add_special_tokens=True).ids, self.ids("a")
         return next((around[:i] for i in range(len(around)) if around[i:i + len(alone)] == alone), [])
 
@@ -252,7 +252,7 @@ class Renderer:
 
 
 def fitted(text: DueText, length: int, too_long: str) -> DueText | None:
-    """Within `length` tokens: dropped, or cut where something that is learned is left."""
+    """Text within `length` tokens: dropped, or cut where something that is learned is left."""
     if len(text.tokens) <= length:
         return text
     if too_long == "drop" or not any(text.weights[:length]):

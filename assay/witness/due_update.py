@@ -25,7 +25,8 @@ class Budgeted(NamedTuple):
 
 
 def rate_share(step: int, options: Mapping[str, Any], steps: int | None, end: Budgeted, *, tuning: bool) -> float:
-    """Of the peak rate at `step`, counted from 0: linear warm-up, then half a cosine to a tenth, or flat and linearly to 0."""
+    """Share of the peak learning rate at `step`, counted from 0: linear warm-up, then half a cosine to a tenth, or flat and linearly to
+    0."""
     warmup: int = options["warmup_steps"]
     down: int | None = None
     if tuning and steps:
