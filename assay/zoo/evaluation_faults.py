@@ -72,13 +72,13 @@ def a_greedy_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
-    """Whatever its own checks say, the kept examples are looked at by the witness."""
+    """Job: an evaluation whose kept examples are rescored by the witness, whatever its own checks say."""
     return list(clean_witness()) if plant is nothing else _witnessed_evaluation(folder, plant)
 
 
 @functools.cache
 def clean_witness() -> list[Verdict]:
-    """Of the clean twin, once for all faults that the witness alone sees."""
+    """Verdicts of the clean twin, once for all faults that the witness alone sees."""
     folder = tiny_training.process_folder() / "witnessed-evaluation"
     folder.mkdir()
     return _witnessed_evaluation(folder, nothing)
