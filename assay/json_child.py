@@ -49,7 +49,7 @@ class JsonChild:
             raise
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
-        """What it says unasked, once it is ready; None where it died or said nothing within `seconds`."""
+        """First message of the process, once it is ready; None where it died or said nothing within `seconds`."""
         try:
             return self._answer(time.monotonic() + seconds)
         except TimeoutError:
@@ -67,7 +67,7 @@ class JsonChild:
         return process.wait()
 
     def kill(self) -> None:
-        """Without a wait: where several end, all are told before the first is waited for."""
+        """Kill the process group without waiting: where several end, all are told before the first is waited for."""
         process = self.process  # another thread may stop it meanwhile
         with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
             if process is not None:
@@ -116,7 +116,7 @@ def private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def request_lines(requests: BinaryIO) -> Iterator[bytes]:
-    """Without an end: where the requests end, the process ends, with whatever was started in it."""
+    """Request lines, an iterator that does not end: where the requests end, the process ends, with whatever was started in it."""
     waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

@@ -35,7 +35,7 @@ def refuted(check: str, reason: str, **evidence: Any) -> Verdict:
 
 
 def unproven(check: str, reason: str, **evidence: Any) -> Verdict:
-    """For a check that did not run: `reason` says why, and what would let it run."""
+    """UNPROVEN verdict of a check that did not run: `reason` says why, and what would let it run."""
     return Verdict(check, Outcome.UNPROVEN, reason, evidence)
 
 
