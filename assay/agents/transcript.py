@@ -38,7 +38,7 @@ class Transcript:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Those in which a turn was sampled, each up to the last one: what nobody has answered is not trained on."""
+        """Sequences in which a turn was sampled, each up to the last one: what nobody has answered is not trained on."""
         return tuple(in_one_row(pieces[:-_unanswered(pieces) or None]) for pieces in self._sequences if _unanswered(pieces) < len(pieces))
 
     def say(self, completion: Completion, message: ChatMessage) -> None:
