@@ -196,7 +196,7 @@ def _modes(arm: Arm, values: Array) -> SeedsVerdict | None:
 
 
 def refuse_unlike(before: Arm, after: Arm) -> None:
-    """Two arms are compared on the same metric, data and problems, or not at all."""
+    """Refuse to compare two arms unless metric, data and problems are the same."""
     both = f"{after.name} and {before.name}"
     if before.metric != after.metric:
         raise DataError(f"{both}: the one is {after.metric!r}, the other {before.metric!r}; compare one metric, named with --metric")
@@ -222,7 +222,8 @@ def _asked_otherwise(before: Arm, after: Arm) -> list[str]:
 
 
 def _same_weights_asked_twice(before: Arm, after: Arm) -> bool:
-    """Some weights stand on both sides, asked with another sampling, template, stop or seed. Another number format alone is fair."""
+    """Whether the same weights stand on both sides, asked with another sampling, template, stop or seed. Another number format alone is
+    fair."""
     shared = {run.weights for run in before.runs} & {run.weights for run in after.runs} - {""}
     old, new = before.data.get("how", {}), after.data.get("how", {})
     otherwise = {key for key in old.keys() & new.keys() if old[key] != new[key]}

@@ -119,7 +119,7 @@ def _misspelled(one: Comparison, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _unlike_scipy(one: Comparison, arms: dict[tuple[str, str], Arm], together: int) -> list[str]:
-    """Only where both arms are one run of the same problems."""
+    """Differences from scipy's result; only where both arms are one run of the same problems."""
     pair = [arms.get((name, one.group)) for name in (one.before, one.after)]
     before, after = pair
     if before is None or after is None or len(before.runs) != 1 or len(after.runs) != 1 or before.tally or not before.has_problems:
