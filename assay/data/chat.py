@@ -61,7 +61,7 @@ class TrainingExample:
 
     @property
     def content(self) -> str:
-        """Equal for examples made from the same words, wherever they stood."""
+        """Content key, equal for examples made from the same words, wherever they stood."""
         return content_of(self.id)
 
 
@@ -145,7 +145,8 @@ def supervised_runs(weight: NDArray[np.float32]) -> list[tuple[int, int]]:
 
 
 class TemplateWriter:
-    """Remembers what the template writes after a turn of each role, since that is the same for every conversation."""
+    """Writer of conversations by a chat template. It remembers what the template writes after a turn of each role, since that is the same
+    for every conversation."""
 
     def __init__(self, tokenizer: Tokenizer, stops: SpecialTokens, roles: frozenset[str], turns: Turns):
         self.tokenizer, self.roles, self.turns = tokenizer, roles, turns
@@ -299,7 +300,7 @@ def _way_out(prompted: str, answered: str) -> str:
 
 
 def divergence_excerpts(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:
-    """Both texts from where they part, or from shortly before."""
+    """Excerpts of two texts from where they part, or from shortly before."""
     apart = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     at = max(0, next(apart, min(len(one), len(other))) - before)
     return one[at : at + shown], other[at : at + shown]

@@ -13,7 +13,7 @@ from assay.verdict import Verdict, proven, refuted
 
 
 def ids_digest(ids: ExampleIds) -> str:
-    """Equal for the same examples in the same rows and order. A step writes down that of the batch it was given."""
+    """Digest of example ids, equal for the same examples in the same rows and order. A step writes down that of the batch it was given."""
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 

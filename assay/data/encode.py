@@ -42,7 +42,8 @@ class Expression:
 
 
 class Encoder:
-    """Remembers the ids of the pieces it met; `encode` gives a document's ids as little-endian bytes of `dtype`."""
+    """Encoder of documents that remembers the ids of the pieces it met; `encode` gives a document's ids as little-endian bytes of
+    `dtype`."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: str):
         self.backend, self.dtype = plain_backend(tokenizer), dtype
@@ -71,7 +72,7 @@ class Encoder:
         return self.backend.encode(piece.decode(), add_special_tokens=False).ids
 
     def _check(self, text: str) -> None:
-        """Against the plain twin, now and then, on the user's own text and tokenizer."""
+        """Check the encoding against the plain twin, now and then, on the user's own text and tokenizer."""
         assert self.cutter is not None
         raw = text.encode()
         if self.memory.ids_of(raw, self.cutter.starts(raw)) != encode_plain(self.backend, text, self.dtype):
@@ -195,7 +196,7 @@ def llama_cuts(digits: int) -> CutRule:
 
 
 class TextCutter:
-    """Remembers a rule as a table over four neighbours."""
+    """Cutter of text into pieces, by a rule kept as a table over four neighbours."""
 
     def __init__(self, rule: CutRule):
         self.table = _cut_table(rule)
@@ -281,7 +282,7 @@ class PieceMemory:
         return numbers
 
     def _add(self, ids: list[list[int]], keys: NDArray[np.uint64]) -> None:
-        """New pieces under the next numbers."""
+        """Add new pieces under the next numbers."""
         first, count = self.used, np.fromiter(map(len, ids), np.int32, len(ids))
         self.used += int(count.sum())
         if self.used > len(self.ids):

@@ -57,12 +57,12 @@ class Conversation:
 
     @property
     def content(self) -> str:
-        """Equal for conversations that say the same, wherever they stand."""
+        """Content key, equal for conversations that say the same, wherever they stand."""
         return content_of(self.id)
 
     @property
     def prompt_only(self) -> bool:
-        """There is nothing to learn from: a prompt, for rollouts."""
+        """Whether there is nothing to learn from: a prompt, for rollouts."""
         return len(self.messages) <= self.learned_from if self.messages else not (self.plain and self.plain[1])
 
 
@@ -102,7 +102,8 @@ def content_of(id: str) -> str:
 
 
 def _conversation(row: DataRow, name: str, layout: str, gsm8k: Gsm8k) -> Conversation:
-    """Its digest is of the columns as they stand in the file, so that another rendering of them is the same conversation."""
+    """Conversation of a row. Its digest is of the columns as they stand in the file, so that another rendering of them is the same
+    conversation."""
     columns = {key: value for key, value in row.values.items() if key in CONVERSATION_LAYOUTS[layout].columns and value}
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]  # parquet may hold dates
     content = CONVERSATION_LAYOUTS[layout].read(row, gsm8k)

@@ -18,7 +18,7 @@ _KNOWN = {"role", "content", *REASONING_FIELDS, *CALL_FIELDS}
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:
-    """No content, no call and no reasoning: all that a turn of it could teach is to say nothing and stop."""
+    """Whether a message has no content, no call and no reasoning: all that a turn of it could teach is to say nothing and stop."""
     return not any(str(message[name]).strip() for name in ("content", *REASONING_FIELDS, *CALL_FIELDS) if message.get(name))
 
 

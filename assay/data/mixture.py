@@ -50,7 +50,7 @@ def weighted_source(entry: str) -> WeightedSource:
 
 
 def weighted_sources(entries: Sequence[str], flag: str) -> list[WeightedSource]:
-    """All with a weight, or none."""
+    """Sources of a mixture, all with a weight, or none."""
     found = [weighted_source(entry) for entry in entries]
     weights = [source.weight for source in found if source.weight is not None]
     if not weights:

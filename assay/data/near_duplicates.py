@@ -187,7 +187,7 @@ def said_in_row(values: Any) -> str:
 
 
 def whole_row(values: Any) -> str:
-    """All of a row: the same text for rows that are equal, in whatever order their columns stand."""
+    """Whole row as text: the same for rows that are equal, in whatever order their columns stand."""
     if isinstance(values, dict):
         return "\0{" + "\0".join(f"{key}\0{whole_row(values[key])}" for key in sorted(values)) + "\0}"
     if isinstance(values, list):

@@ -54,7 +54,7 @@ class Overlap:
 
 
 class HeldOutText:
-    """Remembers the held-out side as hashes, and which of them training text has hit."""
+    """Held-out side as hashes, and which of them training text has hit."""
 
     def __init__(self, capacity: int = GRAM_CAPACITY):
         self.capacity, self.limit = capacity, (1 << 64) - 1
@@ -104,7 +104,7 @@ class HeldOutText:
 
 
 class OverlapLookup:
-    """Finds held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
+    """Lookup of held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
 
     def __init__(self, folder: Path):
         self.grams, self.prints, self.limit = (np.load(folder / f"{name}.npy") for name in ("grams", "prints", "limit"))
@@ -123,7 +123,7 @@ class OverlapLookup:
 
 
 def measure_overlap(train: Iterable[bytes], held_out: Iterable[tuple[str, bytes]], folder: Path) -> Overlap:
-    """Measured directly on texts, for data that is not a corpus; `folder` takes the hash files."""
+    """Overlap measured directly on texts, for data that is not a corpus; `folder` takes the hash files."""
     held = HeldOutText()
     for name, raw in held_out:
         held.add(name, raw)

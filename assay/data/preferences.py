@@ -307,7 +307,7 @@ def render_pairs(said: Sequence[SaidPair], tokenizer: Tokenizer, stops: SpecialT
 
 
 def fit_pair(pair: PreferencePair, length: int, over: Overlong) -> PreferencePair | str:
-    """Both sides within `length` tokens, cut at the end alone, or why the pair is dropped."""
+    """Pair with both sides within `length` tokens, cut at the end alone, or why it is dropped."""
     sides = [fit_to_length(side, length, over) for side in pair.sides]
     if reasons := [side for side in sides if isinstance(side, str)]:
         return reasons[0]

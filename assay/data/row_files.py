@@ -144,7 +144,7 @@ def mixed_lines(texts: Sequence[Sequence[bytes]], shares: tuple[int, ...], rows:
 
 
 def row_content(line: bytes, where: str) -> str:
-    """Equal for rows that say the same."""
+    """Content key of a row, equal for rows that say the same."""
     return hashlib.sha256(json.dumps(row_object(line, where), sort_keys=True).encode()).hexdigest()[:16]
 
 

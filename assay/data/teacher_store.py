@@ -113,7 +113,8 @@ class StoredTeacher:
 
 def write_teacher(folder: Path, entries: Iterable[TeacherEntry], *, tokenizer: str, teacher: str, vocab: int, k: int,
                   temperature: float = 1.0) -> None:
-    """Whole or not at all. `tokenizer` and `teacher` are digests; the log-probabilities were taken at `temperature`."""
+    """Write a teacher's answers, whole or not at all. `tokenizer` and `teacher` are digests; the log-probabilities were taken at
+    `temperature`."""
     if not 1 <= k < vocab:
         raise UsageError(f"k is {k} and the vocabulary {vocab}; expected the teacher's 1 to {vocab - 1} likeliest tokens")
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
@@ -183,7 +184,8 @@ def _check_entry(entry: TeacherEntry, vocab: int, k: int) -> None:
 
 
 def open_teacher(folder: Path, *, tokenizer: str | None = None, teacher: str | None = None) -> StoredTeacher:
-    """Refused unless every byte has its hash and it is of the tokenizer, and of the teacher, whose digests are asked for."""
+    """Open a stored teacher; refused unless every byte has its hash and it is of the tokenizer, and of the teacher, whose digests are asked
+    for."""
     manifest, digest = _read_manifest(folder)
     if tokenizer is not None and manifest["tokenizer"] != tokenizer:
         raise DataError(f"{folder} was stored with tokenizer {manifest['tokenizer'][:12]}, the student uses {tokenizer[:12]}: its ids mean "

@@ -108,7 +108,7 @@ class Corpus:
 
 
 def open_corpus(folder: Path, *, tokenizer_digest: str | None = None, verify: bool = True) -> Corpus:
-    """Refused unless every file has its hash, the samples encode to their ids, and the tokenizer is the one asked for.
+    """Open a corpus; refused unless every file has its hash, the samples encode to their ids, and the tokenizer is the one asked for.
 
     `verify=False` skips the hashes and samples: for a second opening in a process that has just verified.
     """
