@@ -72,7 +72,7 @@ def _share_of_likeliest(model: Transformer, ids: Sequence[int], given: int) -> f
 @torch.no_grad()
 def check_moments(model: Transformer, reading: TokenizedText, moments: Mapping[int, Tensor],
                   compute: Callable[[Transformer, Sequence[Sequence[int]], Sequence[int]], dict[int, Tensor]]) -> Verdict:
-    """All of a short text; of a long one its first rows, by `compute` and here."""
+    """Check the moments by `compute` and by the witness, on all of a short text, or on the first rows of a long one."""
     rows, held = list[tuple[int, ...]](), 0
     for row in reading.rows:
         if rows and held + len(row) > TOKENS_AGAIN:

@@ -75,7 +75,7 @@ def begins_with(said: str, answer: str) -> bool:
 
 
 def fact_questions(facts: Sequence[Fact]) -> list[FactQuestion]:
-    """All that the facts bring along, in their order."""
+    """Questions that the facts bring along, in their order."""
     asked: list[FactQuestion] = []
     for fact in facts:
         asked += [FactQuestion("efficacy", fact.name, fact.prompt, fact.target, fact.old)]

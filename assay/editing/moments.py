@@ -158,7 +158,7 @@ def _remembered(place: Path) -> dict[str, Tensor] | None:
 
 
 def _remember(place: Path, moment: Tensor, sample: Tensor) -> None:
-    """Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
+    """Store moments in the cache. Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
     try:
         with durable.new_folder(place) as folder:
             facts = write_tensors(folder / TENSORS, {"moment": moment, "sample": sample})

@@ -90,7 +90,7 @@ def steered(model: Transformer, steering: SteeringVector, scale: float, digest: 
 
 
 def add_vector(model: Transformer, steering: SteeringVector, scale: float, digest: str) -> RemovableHandle:
-    """Until the handle is removed. Refused where the vector is of other weights."""
+    """Add a steering vector until the handle is removed. Refused where the vector is of other weights."""
     if steering.parent != digest:
         raise ArtifactError(f"the steering vector belongs to weights {steering.parent[:12]}, these are {digest[:12]}: another model's "
                             "directions mean nothing here; make one of its own")

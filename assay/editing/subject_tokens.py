@@ -77,7 +77,7 @@ def placeable_facts(tokenizer: Tokenizer, facts: Sequence[Fact]) -> tuple[list[F
 
 
 def sifted(facts: Sequence[Fact], check: Callable[[Fact], object]) -> tuple[list[Fact], list[RefusedFact]]:
-    """Those that pass, in order, and those that raise a DataError, with its sentence."""
+    """Facts that pass a check, in order, and those that raise a DataError, with its sentence."""
     kept: list[Fact] = []
     refused: list[RefusedFact] = []
     for fact in facts:

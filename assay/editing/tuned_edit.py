@@ -150,7 +150,7 @@ def fact_surprises(model: Transformer, rows: Sequence[AskedRow], facts: int) -> 
 
 @contextlib.contextmanager
 def tuned_in_place(model: Transformer, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """These parameters ask for gradients within the block; afterwards they have their old bits, even after an error."""
+    """Make these parameters trainable within the block; afterwards they have their old bits, even after an error."""
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in names}
     saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
