@@ -131,8 +131,8 @@ def _logprobs(model: Transformer, prompt: Sequence[int], completion: Sequence[in
 
 
 def check_edit_figures(facts: Sequence[Fact], before: EditedReplies, after: EditedReplies, estimates: Mapping[str, Estimate]) -> Verdict:
-    """All that the facts bring along was asked; every score is the mean that the replies give, and its n counts facts, or replies where
-    they are all of one fact."""
+    """Check that all that the facts bring along was asked; every score is the mean that the replies give, and its n counts facts, or
+    replies where they are all of one fact."""
     due = _scores(before, after)
     asked = {"efficacy": len(facts), "paraphrase": sum(len(fact.paraphrases) for fact in facts),
              "neighbourhood": sum(len(fact.neighbourhood) for fact in facts), "portability": sum(len(fact.portability) for fact in facts)}

@@ -40,7 +40,7 @@ class EvalFolder:
             refused.pop_all()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Written together, after all of them are scored."""
+        """Append rows, written together, after all of them are scored."""
         rows = list(rows)
         with durable.as_store_error(self.folder / SCORES):
             self.file.write(b"".join(_line(row) for row in rows))
@@ -60,8 +60,8 @@ class EvalFolder:
         self.file.close()
 
     def _require_ours(self) -> None:
-        """Nothing is put into a folder of something else. One that was killed early may have left nothing but its lock; rows and graders
-        that were given in memory lie in `inputs`."""
+        """Refuse a folder of something else. One that was killed early may have left nothing but its lock; rows and graders that were given
+        in memory lie in `inputs`."""
         names = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith(durable.PARTIAL)}
         if REQUEST not in names and names - {SCORES, "inputs"}:
             raise UsageError(f"{self.folder} holds something else; give an empty or a new folder with --out")

@@ -146,7 +146,7 @@ def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) ->
 
 
 def _request(setup: EvalSetup) -> dict[str, Any]:
-    """All that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
+    """Request of an evaluation: all that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
     loaded, task, weight = setup.loaded, setup.task, setup.loaded.model.embed.weight
     prompts = hashlib.sha256("\0".join(setup.texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
     request = {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": loaded.identity,

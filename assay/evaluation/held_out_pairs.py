@@ -60,7 +60,7 @@ def mean_of(values: Values) -> Estimate:
 
 @torch.no_grad()
 def score_pairs(model: Transformer, batches: Iterable[Batch], settings: PreferenceSettings, *, rows: int) -> ScoredPairs:
-    """All pairs of the batches, in rows of one shape."""
+    """Score all pairs of the batches, in rows of one shape."""
     read, found, ids = hashlib.sha256(), list[NDArray[np.float64]](), list[str]()
     training, device = model.training, model.embed.weight.device
     model.eval()

@@ -47,7 +47,8 @@ def check_complete(task: Task, rows: _Rows, k: int) -> Verdict:
 
 
 def check_sample_seeds(rows: _Rows, temperature: float) -> Verdict:
-    """Two samples of one prompt may be equal by chance; how small that chance is, their own log-probability says."""
+    """Check that samples were drawn with different seeds. Two samples of one prompt may be equal by chance; how small that chance is, their
+    own log-probability says."""
     pairs = [row["samples"][:2] for row in rows if len(row.get("samples", ())) > 1]
     if temperature == 0 or not pairs:
         why = "greedy decoding draws nothing" if temperature == 0 else "one sample a prompt has nothing to be compared with"
@@ -132,7 +133,7 @@ def judge_draws(found: DrawnTokens, sampling: Sampling, looks: int = 1) -> Verdi
 
 
 def check_rescored(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bool) -> Verdict:
-    """Some samples of an evaluation, spread over it."""
+    """Check some samples of an evaluation, spread over it, by scoring them again."""
     samples = [(loaded.ids_of(row["prompt"], raw=raw), sample["ids"], sample["logprob"]) for row in rows for sample in row["samples"]]
     return judge_rescored(loaded.model, samples, sampling)
 
@@ -201,7 +202,7 @@ def _near_a_cut(scaled_NV: Tensor, sampling: Sampling) -> bool:
 
 @torch.no_grad()
 def nats_below_likeliest(model: Transformer, prompt: Sequence[int], ids: Sequence[int]) -> float:
-    """Summed over the tokens: how far each lies below the likeliest in its place."""
+    """Distance below greedy in nats: how far each token lies below the likeliest in its place, summed."""
     tokens = torch.tensor([[*prompt, *ids]], device=model.embed.weight.device)
     logits_NV = policy_logits(model, model.hidden(tokens)[0, len(prompt) - 1 : -1])
     said_N = logits_NV.gather(-1, tokens[0, len(prompt):, None]).squeeze(-1)
@@ -277,7 +278,8 @@ def check_dataset(recorded: str, examples: Sequence[TaskExample]) -> Verdict:
 
 
 def check_pass_at_k(estimator: Callable[[int, int, int], float], n: int = 6) -> Verdict:
-    """Against the definition, for every count and k up to n: the share of k-subsets of n samples that hold a right one."""
+    """Check the pass@k estimator against the definition, for every count and k up to n: the share of k-subsets of n samples that hold a
+    right one."""
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
         due = sum(map(any, subsets)) / len(subsets)
@@ -303,7 +305,7 @@ def check_recorded_answers(loaded: LoadedModel) -> list[Verdict]:
 
 @torch.no_grad()
 def check_repeatable(model: Transformer, ids: Sequence[int]) -> Verdict:
-    """Two passes over the same tokens give the same bits: nothing random, such as dropout, is left on."""
+    """Check that two passes over the same tokens give the same bits: nothing random, such as dropout, is left on."""
     tokens = torch.tensor([list(ids)], device=model.embed.weight.device)
     first, second = model.logits(model.hidden(tokens)), model.logits(model.hidden(tokens))
     if model.training or not torch.equal(first, second):
@@ -348,7 +350,8 @@ def check_question_copies(task: Task) -> Verdict:
 
 
 def _question(task: Task, example: TaskExample) -> str:
-    """All by which an example is asked and answered; what the task does not know of that may be in any column but the name."""
+    """Question of an example: all by which it is asked and answered; what the task does not know of that may be in any column but the
+    name."""
     if isinstance(task, PerplexityTask):
         return task.text(example)
     if isinstance(task, MultipleChoiceTask):

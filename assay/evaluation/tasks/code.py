@@ -60,7 +60,7 @@ def _mbpp_prompt(example: TaskExample) -> str:
 
 
 def _score_mbpp(example: TaskExample, text: str) -> Score:
-    """Strictly, the one code block is the program; leniently, the last of several, or the bare text."""
+    """Score an MBPP program. Strictly, the one code block is the program; leniently, the last of several, or the bare text."""
     blocks = FENCED.findall(text)
     strict, lenient = blocks[0] if len(blocks) == 1 else None, blocks[-1] if blocks else text
     passed = {program: passes(example, program) for program in {strict, lenient} if program is not None and program.strip()}

@@ -59,7 +59,7 @@ def _graded_gold(example: TaskExample) -> str | None:
 
 
 def _graded_wrong(example: TaskExample) -> list[str]:
-    """Nothing, and the prompt said back: what no grader should pay for."""
+    """Wrong answers for the grader, which none should pay for: nothing, and the prompt said back."""
     return ["", _graded_prompt(example)]
 
 # ---------------------------------------------------------------- canaries
@@ -121,8 +121,8 @@ def has_answer(row: Mapping[str, Any]) -> bool:
 
 
 def wrong_answers(example: TaskExample, text: str, others: Sequence[TaskExample]) -> list[str]:
-    """Two near numbers and a far one; or what is right elsewhere, unless the one contains the other. None where the text does not
-    state the answer in so many words."""
+    """Wrong answers made from a right text: two near numbers and a far one; or what is right elsewhere, unless the one contains the other.
+    None where the text does not state the answer in so many words."""
     right = gold_answer(example.row)
     if stating(example, text, "\0") == text:
         return []
