@@ -65,7 +65,7 @@ class ActiveCompletion:
         return self.request.sampling.max_new - self.launched
 
     def gain(self, ids: list[int], logprobs: list[float], version: str) -> CompletionProgress:
-        """Takes the tokens of launched steps, up to the one that ends it."""
+        """Take the tokens of launched steps, up to the one that ends the completion."""
         stopped_after = self.detokenizer.feed(ids) if self.detokenizer is not None else None
         if stopped_after is not None:
             ids, logprobs, self.ended = ids[:stopped_after], logprobs[:stopped_after], "stop string"
@@ -131,7 +131,7 @@ class Engine:
     # ── what a caller does ────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: GenerationRequest) -> int:
-        """Puts the request into the queue; its ticket comes back with everything it gains."""
+        """Put a request into the queue; its ticket comes back with everything it gains."""
         stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
         _refuse_unservable(request, stop_ids, self.length, self.weights.model.config.vocab, self.tokenizer)
         self._tickets += 1
@@ -154,7 +154,7 @@ class Engine:
         return ended
 
     def cancel(self, ticket: int) -> list[CompletionProgress]:
-        """Ends the request's members that are not over, with what they have; a ticket that is over is left alone."""
+        """End the request's members that are not over, with what they have; a ticket that is over is left alone."""
         cancelled = [active for active in (*self._waiting, *self._in_slots) if active is not None and active.ticket == ticket]
         self._waiting = deque(active for active in self._waiting if active.ticket != ticket)
         for active in cancelled:
@@ -235,7 +235,7 @@ class Engine:
         return gained
 
     def _free_slots(self) -> None:
-        """Frees the slots whose completions have ended; the device is told of those that it would go on with."""
+        """Free the slots whose completions have ended; the device is told of those that it would go on with."""
         over = [(slot, active) for slot, active in enumerate(self._in_slots) if active is not None and active.ended is not None]
         unfinished = [slot for slot, active in over if active.ended not in ("stop", "length")]
         if unfinished:

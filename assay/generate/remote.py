@@ -305,7 +305,7 @@ class HttpServer:
     token: str | None = None
 
     def get(self, path: str, *, absent_ok: bool = False) -> Any:
-        """None where there is no such path, if that is an answer."""
+        """GET a path; None where there is no such path, if that is an answer."""
         return self._ask(path, None, absent_ok)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:

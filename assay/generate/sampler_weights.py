@@ -88,7 +88,7 @@ class SamplerWeights:
         self._record_loaded()
 
     def load(self) -> bool:
-        """Takes up the weights as they are now; True where some have new addresses, so that captured graphs are void."""
+        """Load the weights as they are now; True where some have new addresses, so that captured graphs are void."""
         before = self._addresses
         parameters = dict(self.source.named_parameters())
         if parameters.keys() != self._loaded.keys():
