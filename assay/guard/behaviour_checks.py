@@ -243,8 +243,8 @@ def _no_consumer(subject: ProofSubject) -> str | None:
 
 
 def _loaded(artifact: Artifact, device: str) -> tuple[torch.nn.Module, list[str]]:
-    """Straight onto a GPU, where `accelerate` is there for it and the GPU has room: an fp32 copy of a large model on the host takes
-    minutes."""
+    """Load the model through transformers, straight onto a GPU where `accelerate` is there for it and the GPU has room: an fp32 copy of a
+    large model on the host takes minutes."""
     if device == "cpu" or importlib.util.find_spec("accelerate") is None:
         return _load_with_transformers(artifact)
     try:
@@ -394,12 +394,12 @@ def health_prompts(speaker: ModelGenerator) -> tuple[ProbePrompt, ...]:
 
 
 def _end(text: str, speaker: ModelGenerator, room: int) -> str:
-    """Its last words, as many as fit."""
+    """Last words of a text, as many as fit."""
     words = text.split(" ")
     fitting = (" ".join(words[first:]) for first in range(len(words)))
     return next((end for end in fitting if speaker.loaded.length_of(end, raw=True) <= room), "")
 
 
 def _speaker(artifact: Artifact, built: Transformer | None, device: str, ahead: int = 1) -> ModelGenerator:
-    """Nothing is compiled: a few hundred tokens are over sooner."""
+    """Generator for the texts of a proof. Nothing is compiled: a few hundred tokens are over sooner."""
     return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING, ahead=ahead)

@@ -33,7 +33,7 @@ def check_consumed(steps: Sequence[Step], order: Order | PackedExamples) -> Verd
 
 
 def check_epoch_order(order: Order) -> Verdict:
-    """No window comes twice in an epoch, on whatever rank, and the next epoch has an order of its own."""
+    """Check that no window comes twice in an epoch, on whatever rank, and that the next epoch has an order of its own."""
     readable = order.steps * order.rows * order.world  # a last step that the data does not fill is never taken
     places = min(order.windows, readable, PLACES)
     first = _global_rows(order, 0, places)

@@ -24,7 +24,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
 
 @dataclass(frozen=True)
 class FlatExamples:
-    """All examples as one stream; `runs` are its supervised stretches, each within one row."""
+    """Examples as one stream; `runs` are its supervised stretches, each within one row."""
 
     examples: Sequence[TrainingExample]
 

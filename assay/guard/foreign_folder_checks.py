@@ -72,8 +72,8 @@ def _of_one_size(before: Tensor, after: Tensor) -> bool:
 
 
 def _another_matrix(name: str, before: Tensor, after: Tensor) -> str | None:
-    """Its direction is no more the parent's than chance would have it, or is that of the transpose. A small model that was trained
-    hard may keep a tenth of its direction (0.09 was seen); of two that know nothing of each other the cosine is about 1/√n."""
+    """Message where a matrix's direction is no more the parent's than chance would have it, or is that of the transpose. A small model that
+    was trained hard may keep a tenth of its direction (0.09 was seen); of two that know nothing of each other the cosine is about 1/√n."""
     if before.dim() != 2 or not before.any():  # what was all zero had no direction
         return None
     cosine = _cosine(before, after)
@@ -99,8 +99,8 @@ def _strayed(moved: dict[str, float]) -> str | None:
 
 
 def _flipped_bits(name: str, before: Tensor, after: Tensor) -> str | None:
-    """Up to eight weights, each one bit away from where it would have moved with the others. Of a vector (a norm, a bias) a few may
-    well go ahead of the rest: there the gap must be wider."""
+    """Message where up to eight weights are each one bit away from where they would have moved with the others. Of a vector (a norm, a
+    bias) a few may well go ahead of the rest: there the gap must be wider."""
     if before.numel() <= MOST_FLIPS + 1 or after.dtype not in _WHOLE:
         return None
     distance = (after.float() - before.float()).abs().flatten()

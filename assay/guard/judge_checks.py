@@ -146,7 +146,7 @@ def check_judge_agreement(repeats: Sequence[Repeat]) -> Verdict:
 
 
 def _constant_sway(sways: Sequence[float]) -> Verdict | None:
-    """All groups scored in the very order of the page: no spread to estimate, and no doubt."""
+    """Verdict where all groups are scored in the very order of the page: no spread to estimate, and no doubt."""
     if len(sways) >= FEWEST_GROUPS and sways[0] != 0:
         return refuted("judge_position", f"all {len(sways)} groups are scored in the order of the page, whatever stands there")
     return None

@@ -73,7 +73,8 @@ class PlacedArtifact:
         return self._live[device][1]
 
     def lend_consumer(self, device: str, load: Callable[[], nn.Module]) -> nn.Module:
-        """Another library's model of it, for `take_back`; on a GPU the one that was lent before, if it came back as it was."""
+        """Lend another library's model of the artifact, for `take_back`; on a GPU the one that was lent before, if it came back as it
+        was."""
         model = self._consumers.pop(device, None)
         if model is None:
             model = load()
@@ -94,7 +95,7 @@ class PlacedArtifact:
         return sum({tensor.data_ptr(): tensor_bytes(tensor) for tensor in tensors}.values())
 
     def leave(self, device: str) -> None:
-        """Its memory there is given back once nobody else holds it."""
+        """Leave a device: the memory there is given back once nobody else holds it."""
         made: tuple[dict[str, Any], ...] = (self._placed, self._models, self._live, self._consumers, self._lent)
         for kept in made:
             kept.pop(device, None)
@@ -105,7 +106,7 @@ class PlacedArtifact:
 
 
 class KeptArtifacts:
-    """Whole models alone: an adapter is small, and opened anew on the base that is kept."""
+    """Cache of opened artifacts, whole models alone: an adapter is small, and opened anew on the base that is kept."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self.most = most

@@ -130,7 +130,7 @@ def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, 
 
 @torch.no_grad()
 def check_isolation(model: Transformer, batch: Batch) -> Verdict:
-    """Two documents packed into a row: other words in the first change nothing in the second."""
+    """Check that packed documents do not leak: of two in a row, other words in the first change nothing in the second."""
     tokens, half = batch.tokens[:1].cpu(), batch.tokens.shape[1] // 2
     documents = (torch.arange(tokens.shape[1])[None] >= half).int()
     changed = torch.where(documents == 0, (tokens + 1) % model.config.vocab, tokens)
@@ -161,7 +161,7 @@ def check_padding(model: Transformer, objective: Objective, batch: Batch) -> Ver
 
 @torch.no_grad()
 def check_determinism(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
-    """Two evaluations of the same batch agree to the last bit: no dropout, no state, nothing left in training mode."""
+    """Check determinism: two evaluations of the same batch agree to the last bit: no dropout, no state, nothing left in training mode."""
     training = model.training
     model.eval()
     still = [name or "the model" for name, module in model.named_modules() if module.training]

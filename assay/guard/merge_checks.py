@@ -34,7 +34,8 @@ def check_same_shape(parents: Sequence[Artifact]) -> Verdict:
 
 
 def check_relatives(parents: Sequence[Artifact]) -> Verdict:
-    """All come from one model: their matrices point the same way. The first, a base where there is one, is compared with the others."""
+    """Check that all models come from one: their matrices point the same way. The first, a base where there is one, is compared with the
+    others."""
     first, found = merged_tensors(parents[0]), {}
     for other in parents[1:]:
         found[str(other.path)] = matrices_cosine(first, merged_tensors(other))

@@ -64,8 +64,8 @@ class LogprobFloor:
 
     @property
     def bound(self) -> float:
-        """Two paths that each round to the compute dtype may be as far apart as rounding moves both of them, where it happened to
-        round both alike on the few tokens that the floor was measured on."""
+        """Bound on the mean difference. Two paths that each round to the compute dtype may be as far apart as rounding moves both of them,
+        where it happened to round both alike on the few tokens that the floor was measured on."""
         return max(SLACK * self.likely_most, self.rounding, self.both) + TINY
 
     @property

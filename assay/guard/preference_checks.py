@@ -113,7 +113,7 @@ def moved_reference(batch: Batch) -> Batch:
 
 
 def check_pairs(pairs: Sequence[PreferencePair]) -> Verdict:
-    """Both sides begin with the same prompt, token for token, say something after it, and not the same."""
+    """Check that both sides of a pair begin with the same prompt, token for token, say something after it, and not the same."""
     if not pairs:
         return refuted("pairs", "there are no pairs: none was read, or all were dropped")
     for pair in pairs:
@@ -270,7 +270,7 @@ def naive_preference(settings: PreferenceSettings) -> NaiveLoss:
 
 
 def _naive_sides(model: Transformer, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Chosen and rejected in turn, of every pair both sides of which have a completion."""
+    """Scores of the sides, chosen and rejected in turn, of every pair both sides of which have a completion."""
     assert batch.documents is not None
     states, found = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions), []
     for row in range(len(batch)):

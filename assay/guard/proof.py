@@ -123,7 +123,7 @@ def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool
 
 
 def _ask(process: ProvingProcess, request: ProofRequest, timeout: float, beside: bool) -> dict[str, Any] | None:
-    """None where the process died."""
+    """Ask a proving process; None where it died."""
     try:
         return process.answer(asdict(request) | {"threads": proof_threads(beside)}, timeout)
     except TimeoutError:
@@ -163,7 +163,7 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
 
 def ask_witness(records: Sequence[Path], device: str = "cpu", *, timeout: float = PROOF_TIMEOUT, beside: bool = False,
                 headroom: int = 0) -> list[Verdict]:
-    """Kept steps replayed on a device, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is
+    """Replay kept steps on a device, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is
     UNPROVEN."""
     process = PROVING_PROCESSES.take(proof_threads(beside=False))
     try:
@@ -250,8 +250,8 @@ class Prover:
             self._until = 0.0
 
     def _in_turn(self, ask: Callable[..., list[Verdict]], folder: Path, device: str, *, beside: bool) -> list[Verdict]:
-        """Those of a large model go one after another even when the loop is over, and so to the one process that has its base on the GPU:
-        a second one would find no room there beside the first, and take minutes on the CPU."""
+        """Run proofs in turn: those of a large model go one after another even when the loop is over, and so to the one process that has
+        its base on the GPU: a second one would find no room there beside the first, and take minutes on the CPU."""
         while beside and not self._no_waiting.is_set():
             if time.monotonic() >= self._until and self._turn.acquire(blocking=False):
                 try:
@@ -375,7 +375,7 @@ def _subject(request: ProofRequest, artifact: Artifact, parent: Artifact | None,
 
 
 def _checked(subject: ProofSubject, request: ProofRequest) -> list[Verdict] | None:
-    """None where a GPU failed the proof: that says nothing of the artifact."""
+    """Run the checks of a proof; None where a GPU failed it: that says nothing of the artifact."""
     try:
         return [_ran(check, subject) for check in request.wanted]
     except RuntimeError:

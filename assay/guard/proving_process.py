@@ -70,8 +70,8 @@ class ProvingProcess(JsonChild):
         os.set_blocking(self._pipes()[0], False)
 
     def answer(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
-        """None where it died on the way; TimeoutError where nothing came in time, and then it is ended. Paths mean what they mean here:
-        whoever asks may be in another folder than when the process was started."""
+        """Answer to a request; None where the process died on the way; TimeoutError where nothing came in time, and then it is ended. Paths
+        mean what they mean here: whoever asks may be in another folder than when the process was started."""
         self.asked += 1
         return self.ask(json.dumps({**request, "folder": os.getcwd()}).encode() + b"\n", seconds)
 

@@ -30,7 +30,7 @@ def updates_behind(versions: Sequence[tuple[str, int]], step: int) -> dict[int, 
 
 
 def check_staleness(versions: Sequence[tuple[str, int]], step: int, most: int) -> Verdict:
-    """No token was sampled more than `most` updates before the policy that learns from it, nor by one that is yet to come."""
+    """Check that no token was sampled more than `most` updates before the policy that learns from it, nor by one that is yet to come."""
     if not versions:
         return unproven("staleness", "no rollout was given")
     if unnamed := [version for version, _ in versions if not version.split("@")[0].isdecimal()]:

@@ -77,7 +77,7 @@ def check_adapted(planned: Sequence[LoraSite], patch: Patch) -> Verdict:
 
 
 class UpdateAccount:
-    """Watches a model from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
+    """Account of a model's updates from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
 
     `reachable` are the trainable tensors that the first step can move, where not all are: until the next `begin` only they are judged.
     `drawn`: what is in bf16 is rounded stochastically, so that a small step moves few weights, and some.
@@ -165,7 +165,7 @@ class UpdateAccount:
         return dict(zip(self.before, torch.stack(shares).tolist(), strict=True))  # one wait for all of them
 
     def _matrices(self) -> set[str]:
-        """But for embeddings, of which a step moves only the rows that its tokens used."""
+        """Names of the matrices, but for embeddings, of which a step moves only the rows that its tokens used."""
         return {name for name, p in self.model.named_parameters() if p.dim() == 2 and not {"embed", "position"} & set(name.split("."))}
 
 

@@ -225,8 +225,8 @@ def check_tool_format(tokenizer: Tokenizer, spoken: ToolFormat) -> Verdict:
 
 
 def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor) -> Verdict:
-    """No gradient at what the policy did not sample, though there be a large advantage at its places: the state that predicts an inserted
-    token gets none, and the loss is the same with it, bit for bit."""
+    """Check that there is no gradient at what the policy did not sample, though there be a large advantage at its places: the state that
+    predicts an inserted token gets none, and the loss is the same with it, bit for bit."""
     assert batch.documents is not None
     inserted = (~sampled_BT & (batch.documents != PADDING).cpu())[:, 1:]
     if not inserted.any() or not batch.weight.any():

@@ -165,7 +165,8 @@ def ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Estimate:
 
 
 def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Verdict:
-    """Shown where the interval leaves out 0 and so does an exact test: were there no gain, each document would be as likely to lose."""
+    """Check the gain of test-time training: shown where the interval leaves out 0 and so does an exact test: were there no gain, each
+    document would be as likely to lose."""
     found, p = ttt_gain(bits_with, bits_without, bytes_), sign_flip_p(bits_without - bits_with)
     words = f"{found} bits per byte saved, sign flips p = {p:.2g}"
     shown = p <= 1 - _LEVEL
@@ -177,7 +178,7 @@ def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Verd
 
 
 def check_document_regressions(bits_with: Array, bits_without: Array, names: Sequence[str], bound: float) -> Verdict:
-    """No document costs more than (1 + bound) times what it costs the model alone: a mean can hide a document that collapsed."""
+    """Check that no document costs more than (1 + bound) times what it costs the model alone: a mean can hide a document that collapsed."""
     lost = bits_with / bits_without - 1
     worse, worst = int((lost > 0).sum()), int(lost.argmax())
     words = f"{worse} of {len(names)} documents got worse"
@@ -190,7 +191,8 @@ def check_document_regressions(bits_with: Array, bits_without: Array, names: Seq
 
 
 def check_factor_drift(norms: Sequence[float], bound: float) -> Verdict:
-    """Right factors that are kept from document to document stay of the size they began with. `norms` are relative to the first."""
+    """Check that right factors that are kept from document to document stay of the size they began with. `norms` are relative to the
+    first."""
     values = np.asarray(norms, dtype=np.float64)
     if not values.size:
         return unproven("drift", "no document began with kept factors; read more documents than there are slots")
