@@ -84,7 +84,7 @@ class Health:
 
     @property
     def malformed(self) -> bool:
-        """More malformed texts are shown than are tolerated."""
+        """Whether more malformed texts are shown than are tolerated."""
         return self.interval[0] > self.tolerated
 
     @property
@@ -163,7 +163,8 @@ def compare_health(child: Health, parent: Health) -> tuple[Effect, Verdict]:
 
 
 def first_malformed(names: Sequence[str], look: Callable[[str], Health], *, every: int = 8) -> Bisection[str]:
-    """Up to `every` checkpoints are all looked at; of more, the ends and then halves, taking what is bad to stay bad."""
+    """Find the first malformed checkpoint. Up to `every` checkpoints are all looked at; of more, the ends and then halves, taking what is
+    bad to stay bad."""
     if not names:
         raise UsageError("there is no checkpoint to probe")
     return bisect_first_bad(names, lambda name: look(name).malformed, every=len(names) <= every)
