@@ -112,7 +112,7 @@ class TrainerAccount(UpdateAccount):
 
     @property
     def waiting(self) -> bool:
-        """No update could have moved anything yet, and one will."""
+        """Whether no update could have moved anything yet, and one will."""
         return self.updates == 0 and self.peak is not None and self.peak > 0
 
     def check_moved(self) -> Verdict:
@@ -169,7 +169,7 @@ def check_live(model: nn.Module, saved: Artifact) -> Verdict:
 
 @torch.no_grad()
 def live_answer(model: nn.Module, saved: Artifact) -> ProbeLogits:
-    """Through the model's own forward, in eval mode, which is left as it was found."""
+    """Probe logits through the model's own forward, in eval mode, which is left as it was found."""
     tokens, ids = probe_inputs(saved.config.vocab, saved.config.max_length)
     training, device = model.training, next(model.parameters()).device
     model.eval()

@@ -39,7 +39,7 @@ def open_target(place: str, *, public: bool = False) -> PublishTarget:
 
 
 class FolderTarget:
-    """Whole or not at all."""
+    """Folder as the target of a publication, written whole or not at all."""
 
     def __init__(self, folder: Path):
         if folder == Path():

@@ -48,7 +48,7 @@ PROJECT = "assay"
 
 
 class MetricsTracker(Protocol):
-    """Takes rows of metrics.jsonl, steps from 1 on its page, and is finished once."""
+    """Tracker of metrics: takes rows of metrics.jsonl, steps from 1 on its page, and is finished once."""
 
     def log(self, row: dict[str, Any]) -> None: ...
 
@@ -173,7 +173,7 @@ def _and_artifacts(names: list[str]) -> str:
 
 
 def hand_over_metrics(run: Path, tracker: MetricsTracker) -> str:
-    """All rows that are there; returns in words what was handed over."""
+    """Hand over all rows that are there; returns in words what was handed over."""
     for row in _steps_of(run):
         tracker.log(row)
     tracker.finish()
