@@ -60,7 +60,7 @@ def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Ten
 
 @functools.cache
 def register_cached_attention() -> None:
-    """Makes `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
+    """Register `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
     def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, cos: Tensor | None,
                   sin: Tensor | None, window: int | None, horizon: int, scale: float | None, softcap: float | None,
                   sinks: Tensor | None) -> Tensor:

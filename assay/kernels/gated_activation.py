@@ -68,7 +68,7 @@ class _Gated(torch.autograd.Function):
 
 @functools.cache
 def register_gated_backward() -> None:
-    """Makes `torch.ops.assay.gated_backward`, which compiled graphs call as it is."""
+    """Register `torch.ops.assay.gated_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::gated_backward", gated_backward, mutates_args=(),
                                        schema="(Tensor d_out, Tensor inner) -> Tensor")
     operator.register_fake(lambda d_out, inner: inner.new_empty(inner.shape))

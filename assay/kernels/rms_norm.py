@@ -70,7 +70,7 @@ class _Beside(torch.autograd.Function):
 
 @functools.cache
 def register_norm_backward() -> None:
-    """Makes `torch.ops.assay.norm_backward`, which compiled graphs call as it is."""
+    """Register `torch.ops.assay.norm_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::norm_backward", norm_backward, mutates_args=(), schema=(
         "(Tensor d_stream, Tensor d_normed, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)"))
     operator.register_fake(lambda d_stream, d_normed, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)))

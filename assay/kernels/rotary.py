@@ -75,7 +75,7 @@ class _Rotated(torch.autograd.Function):
 
 @functools.cache
 def register_rotated_backward() -> None:
-    """Makes `torch.ops.assay.rotated_backward`, which compiled graphs call as it is."""
+    """Register `torch.ops.assay.rotated_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::rotated_backward", rotated_backward, mutates_args=(),
                                        schema="(Tensor d_q, Tensor d_k, Tensor d_v, Tensor cos, Tensor sin) -> Tensor")
     operator.register_fake(lambda d_q, d_k, d_v, cos, sin: _gradient_for(d_q, d_k))
