@@ -323,7 +323,7 @@ def flat_states(model: Transformer, batch: Batch) -> Tensor:
 
 
 def capped_logits(states_CD: Tensor, head_VD: Tensor, cap: float | None) -> Tensor:
-    """Summed and kept in fp32: a divergence of two close models is far below what bf16 logits can tell apart."""
+    """Logits with the soft cap, summed and kept in fp32: a divergence of two close models is far below what bf16 logits can tell apart."""
     logits_CV = states_CD.new_empty(len(states_CD), len(head_VD), dtype=torch.promote_types(states_CD.dtype, torch.float32))
     matmul_into(states_CD, head_VD.T, out=logits_CV)
     return logits_CV if cap is None else softcap(logits_CV, cap)

@@ -23,7 +23,7 @@ EMA_PREFIX = "ema/"
 
 
 class Ema:
-    """Remembers the average. It covers every parameter, trained or not, so that it is a whole model by itself."""
+    """Moving average of the weights. It covers every parameter, trained or not, so that it is a whole model by itself."""
 
     def __init__(self, model: nn.Module, decay: float):
         if not 0 < decay < 1:

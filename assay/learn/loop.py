@@ -86,7 +86,7 @@ def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: i
 
 
 class Alarm:
-    """Remembers on the device whether anything was not finite. The host asks only for what has already arrived."""
+    """Flag on the device that says whether anything was not finite. The host asks only for what has already arrived."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"

@@ -39,7 +39,8 @@ def adamw_bf16_masters(named_params: Iterable[tuple[str, nn.Parameter]], lr: flo
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """Made by `adamw_8bit` or `adamw_bf16_masters`. Born with its whole state, every entry a plain tensor."""
+    """AdamW with 8-bit moments or bf16 weights, made by `adamw_8bit` or `adamw_bf16_masters`. Born with its whole state, every entry a
+    plain tensor."""
 
     found_inf: Tensor | None = None
 

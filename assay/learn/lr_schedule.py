@@ -66,7 +66,8 @@ class Budget:
 
 
 class Schedule:
-    """Remembers when the run will end, once it is known, and how much time all its sittings took. It ends at a `multiple` of steps."""
+    """Learning-rate schedule: knows when the run will end, once it is decided, and how much time all its sessions took. It ends at a
+    `multiple` of steps."""
 
     def __init__(self, budget: Budget, multiple: int = 1):
         self.budget, self.multiple, self.clock = budget, multiple, Clock()

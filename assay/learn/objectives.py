@@ -43,7 +43,7 @@ def combined(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str
 
 
 def averages(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Divided once, by what counted; empty where nothing did. Waits for the device, once for all of them."""
+    """Metrics divided once, by what counted; empty where nothing did. Waits for the device, once for all of them."""
     if not sums:
         return {}
     values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

@@ -96,7 +96,7 @@ def muon(named_params: Named, *, lr_matrix: float, lr_embed: float, lr_scalar: f
 
 
 class Muon(torch.optim.Optimizer):
-    """Made by `muon`. Groups with `orthogonal` take Muon's step, the others AdamW's without decay."""
+    """Muon, made by `muon`. Groups with `orthogonal` take Muon's step, the others AdamW's without decay."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None

@@ -139,7 +139,7 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """Never negative, and of mean KL(π ‖ reference)."""
+    """k3 estimator of the KL: never negative, and of mean KL(π ‖ reference)."""
     return torch.expm1(-d) + d
 
 

@@ -161,7 +161,7 @@ def smoothed_logistic(settings: PreferenceSettings, margin: Tensor) -> Tensor:
 
 
 def mean_margin(scores: PairScores) -> Tensor:
-    """Chosen over rejected, both as means over their tokens."""
+    """Margin of chosen over rejected, both as means over their tokens."""
     return scores.chosen_ratio / scores.chosen_tokens - scores.rejected_ratio / scores.rejected_tokens
 
 

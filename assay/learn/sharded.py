@@ -251,7 +251,7 @@ class ShardedModel:
 
     @in_all_processes
     def forget_gradients(self) -> None:
-        """Nobody compares any more."""
+        """Forget the gradients that were set aside: nobody compares any more."""
         self.gradient_sets.clear()
 
     @in_all_processes
@@ -340,8 +340,8 @@ class ShardedModel:
 
     @in_all_processes
     def accumulate_share(self, *, call: dict[str, Any]) -> tuple[Accumulated, Tensor]:
-        """This process's rows forward and back. The gradients are summed as they are made, and each process keeps its own rows of them;
-        loss and metrics are the sums over all processes, the same in each."""
+        """Forward and backward of this process's rows. The gradients are summed as they are made, and each process keeps its own rows of
+        them; loss and metrics are the sums over all processes, the same in each."""
         self.model.compute_dtype = getattr(torch, call["compute"]) if call["compute"] else None
         self.model.train(call["training"])
         batch = send_batch(self.world, self._batch if self._batch is not None else empty_batch(call["streams"]))
@@ -470,7 +470,7 @@ class ShardedModel:
 
     @in_all_processes
     def swap_average(self) -> None:
-        """Into the model, or out of it again."""
+        """Swap the moving average into the model, or out of it again."""
         assert self.ema is not None
         reshard(self.model)
         if (held := self.__dict__.pop("_swap", None)) is None:
@@ -557,7 +557,7 @@ class ShardedModel:
 
     @in_all_processes
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Whole, on the CPU of process 0; they are gone afterwards."""
+        """Gather the gradients, whole, on the CPU of process 0; they are gone afterwards."""
         found = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and (
@@ -590,7 +590,7 @@ class ShardedModel:
         return save, foreign, state
 
     def _written(self) -> None:
-        """Once this process's share of the last save is whole; raises what its write raised."""
+        """Wait until this process's share of the last save is whole; raises what its write raised."""
         if self._writing is not None:
             self._writing.result()
 
@@ -751,7 +751,7 @@ def whole_copy(model: Transformer) -> Transformer:
 
 
 def around_same_tensors(model: Transformer) -> Transformer:
-    """Another module tree: what is put in the place of one's methods is not the other's."""
+    """Copy of the module tree around the same tensors: what is put in the place of one's methods is not the other's."""
     held: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, held)
 
