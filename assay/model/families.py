@@ -176,7 +176,7 @@ ROPE_KINDS = {int: "a whole number", float: "a number with a point", (int, float
 
 
 class ConfigFields:
-    """Reads config.json field by field and remembers which, so that `finish` can name what nobody asked for."""
+    """Reader of config.json, field by field, which remembers the fields, so that `finish` can name what nobody asked for."""
 
     def __init__(self, fields: Mapping[str, Any], where: str):
         self.fields, self.where, self.read = fields, where, set[str]()
@@ -423,7 +423,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _head_dim(fields: ConfigFields, width: int, heads: int) -> int:
-    """Absent means width / heads in every family here."""
+    """Head dimension; absent means width / heads in every family here."""
     head_dim = fields.maybe("head_dim")
     if head_dim is None and width % heads:
         raise UsageError(f"{fields.where}: width {width} is not a multiple of {heads} heads and head_dim is missing")

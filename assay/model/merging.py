@@ -57,7 +57,7 @@ def merged_tensor(asked: Merge, name: str, tensors: Sequence[Tensor], base: Tens
 
 
 def slerp(one: Tensor, other: Tensor, share: float) -> Tensor:
-    """Along the arc between two tensors, `share` of the way; where they point the same way, along the line."""
+    """Spherical interpolation along the arc between two tensors, `share` of the way; where they point the same way, along the line."""
     cosine = float((one.double() * other.double()).sum() / (one.double().norm() * other.double().norm()).clamp_min(1e-30))
     if 1 - abs(cosine) < _STRAIGHT:
         return torch.lerp(one, other, share)

@@ -118,8 +118,8 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def refuse_far_codes(name: str, weight: Tensor, made: Tensor, kind: QuantisedKind) -> float:
-    """No weight farther from its file's than the levels of its own block allow: a scale of another block, or a wrong table, shows.
-    Returns the summed square of all differences."""
+    """Refuse codes where a weight is farther from its file's than the levels of its own block allow: a scale of another block, or a wrong
+    table, shows. Returns the summed square of all differences."""
     apart = 0.0
     for ours, theirs in zip(_some_rows(made, made.shape[1]), _some_rows(weight, weight.shape[1]), strict=True):
         due = theirs.float()
@@ -153,7 +153,7 @@ class QuantisedLinear(Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Made when it is asked for."""
+        """Dequantised weight, made when it is asked for."""
         return dequantised(self.matrix)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class QuantisedExperts(QuantisedLinear, ExpertLinear):
 
 
 def hold_quantised(model: Transformer, tensors: dict[str, Tensor]) -> None:
-    """Puts a quantised layer, still empty, where `tensors` hold codes instead of a weight."""
+    """Put a quantised layer, still empty, where `tensors` hold codes instead of a weight."""
     for name in [name for name in tensors if name.endswith(".codes")]:
         owner, leaf = name.removesuffix(".codes").rpartition(".")[::2]
         layer = model.get_submodule(f"{owner}.{leaf}")

@@ -45,8 +45,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json
-        and the chat templates beside them.
+        """Tokenizer of a folder: reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json,
+        special_tokens_map.json and the chat templates beside them.
 
         A vocabulary takes a second to parse, and a run or a proof meets the same one in many folders: the same bytes are the same object.
         """
@@ -225,7 +225,7 @@ class _TokenizerFiles:
     contents: tuple[tuple[str, bytes], ...]
 
     def object(self, name: str) -> dict[str, Any] | None:
-        """None where there is no such file."""
+        """JSON object in a file; None where there is no such file."""
         data = dict(self.contents).get(name)
         return None if data is None else parse_json(data, where=str(self.folder / name), shape=dict)
 

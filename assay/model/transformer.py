@@ -127,7 +127,7 @@ class ModelConfig:
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: `initialised` or a file fills every parameter, and torch's initialisers are slow to import."""
+        """Do nothing: `initialised` or a file fills every parameter, and torch's initialisers are slow to import."""
 
 
 class Linear(nn.Linear):
@@ -136,7 +136,7 @@ class Linear(nn.Linear):
     unlisted = 0  # weights beyond the entries of its parameters, where those are codes
 
     def reset_parameters(self) -> None:
-        """Nothing, as in Embedding."""
+        """Do nothing, as in Embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -400,7 +400,7 @@ class Transformer(nn.Module):
         return None if self.config.rope is None else rotary_table(self.config.rope, self.frequencies, layout)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Through the head's one matrix, or through the layer that stands in its place: an adapted head has no one matrix."""
+        """Logits through the head's one matrix, or through the layer that stands in its place: an adapted head has no one matrix."""
         plain = self.head is None or isinstance(self.head, nn.Linear)
         logits = F.linear(states, self.head_weight().to(states.dtype)) if plain else self.head(states)  # type: ignore[misc]
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)

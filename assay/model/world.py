@@ -253,5 +253,5 @@ def local_device(device: str) -> str:
 
 
 def shared_gpu() -> bool:
-    """More processes than GPUs here: NCCL refuses that, gloo carries their sums through the host."""
+    """Whether there are more processes than GPUs here: NCCL refuses that, gloo carries their sums through the host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))) > torch.cuda.device_count()
