@@ -23,7 +23,7 @@ _KNOWN = "FILE.py:function, loss-above:X, loss-jump, score-below:X, health or di
 
 
 def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Callable[[str], None] = print) -> Bisection[Path]:
-    """Only checkpoints with a hallmark are asked: of the others nobody knows whether they are what was trained."""
+    """Find the first bad checkpoint. Only those with a hallmark are asked: of the others nobody knows whether they are what was trained."""
     proven, passed_over = shelf(run)
     for sentence in passed_over:
         say(f"passed over: {sentence}")

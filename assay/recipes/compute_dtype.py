@@ -11,7 +11,8 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 
 
 def asked_compute(config: Any) -> torch.dtype | None:
-    """None: as the device has it. Recipes without --dtype compute as the device does. Masters in bf16 have nothing for fp32 to see."""
+    """Compute dtype that was asked for; None: as the device has it. Recipes without --dtype compute as the device does. Masters in bf16
+    have nothing for fp32 to see."""
     return COMPUTE_DTYPES.get(getattr(config, "dtype", None) or ("bf16" if asked_masters(config) == torch.bfloat16 else ""))
 
 

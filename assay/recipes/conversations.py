@@ -81,7 +81,7 @@ class Conversations:
         return check_mixture(self.order, self.order.steps) if isinstance(self.order, MixedExamples) else check_packing(self.order)
 
     def batches(self, run: Run, start: int) -> Iterator[Batch]:
-        """Those of step `start` and all later ones, each compared with the audited examples before it is learned from: a batch may name
+        """Batches of step `start` and all later ones, each compared with the audited examples before it is learned from: a batch may name
         what was planned and hold something else, a held-out conversation or a mask without its end, and from any step on."""
         examples, step = {example.id: example for example in self.train}, start
         while True:
@@ -133,7 +133,7 @@ class Conversations:
         return times
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
-        """All that is held out, or `count` of it, in batches of `rows`."""
+        """Held-out batches of `rows` rows: all that is held out, or `count` of it."""
         chosen = self.held_out if count is None else evenly(self.held_out, count)
         return held_out_batches(chosen, self.order.length, rows)
 
@@ -239,7 +239,7 @@ def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int
 
 
 def joined_rows(order: PackedExamples, rows: int) -> list[Batch]:
-    """All rows of an order of one row a step, in batches of `rows`."""
+    """Batches of `rows` rows, from all rows of an order of one row a step."""
     return [_joined([order.batch(step) for step in range(at, min(at + rows, order.steps))]) for at in range(0, order.steps, rows)]
 
 
@@ -263,7 +263,7 @@ def _unbalanced_in_words(model: ModelConfig) -> list[str]:
 
 
 def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, steps = data.rendered.counts, data.order, data.steps
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"

@@ -217,7 +217,7 @@ def kind_of(trajectory: Trajectory) -> str:
 
 
 def was_cut(trajectory: Trajectory) -> bool:
-    """It hit a cap: of its turns, of a turn's tokens, or of the episode's."""
+    """Whether an episode hit a cap: of its turns, of a turn's tokens, or of the episode's."""
     return trajectory.ended in ("turns", "length") or any(turn.ended == "length" for turn in trajectory.turns)
 
 

@@ -101,7 +101,7 @@ class EpisodeRollout:
 
 
 class EpisodeCollector:
-    """Plays rollouts with the weights as they are now."""
+    """Collector that plays rollouts of episodes with the weights as they are now."""
 
     def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, environment: EnvironmentTasks, run: Run, asked: Surrogate,
                  layout: Layout):
@@ -164,7 +164,8 @@ class EpisodeCollector:
     # ---------------------------------------------------------------- what is said of it
 
     def check(self, rollout: EpisodeRollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
-        """It came from the weights as they are, is trained on as it was sampled, and has the rewards that its environments gave."""
+        """Check that a rollout came from the weights as they are, is trained on as it was sampled, and has the rewards that its
+        environments gave."""
         config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
         fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
         policy = fingerprint(self.sampler.model) if fresh else self.fingerprints[rollout.drawn_at]
@@ -193,7 +194,7 @@ class EpisodeCollector:
         return [task.id for task in rollout.tasks]
 
     def prompts_digest(self, rollout: EpisodeRollout) -> str:
-        """Written down with the step, so that all sittings together can be held against the plan."""
+        """Digest of a rollout's tasks, written down with the step, so that all sessions together can be compared with the plan."""
         return ids_digest(((*self.due_prompts(rollout),),))
 
     def _check_fresh(self, rollout: EpisodeRollout, floor: LogprobFloor) -> list[Verdict]:
@@ -213,7 +214,7 @@ class EpisodeCollector:
         return self._check_draws(played, some, of_turns(found, some), policy, floor)
 
     def _compared(self, trajectories: Sequence[Trajectory], batch: Batch) -> tuple[Batch, list[EpisodeRow]]:
-        """Some sequences, spread over the rollout, as rows of the batch and as they were sampled."""
+        """Sequences to compare, spread over the rollout, as rows of the batch and as they were sampled."""
         rows = episode_rows(trajectories)
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
@@ -270,7 +271,7 @@ class EpisodeCollector:
         return found
 
     def keep_samples(self, rollout: EpisodeRollout) -> None:
-        """Some of the episodes, spread over the rollout, with all that says where they came from and what they were worth."""
+        """Write some of the episodes, spread over the rollout, with all that says where they came from and what they were worth."""
         values = rollout.advantages.values_PG.flatten().tolist()
         pairs = list(zip(rollout.trajectories, values, [task for task in rollout.tasks for _ in range(self.config.num_generations)],
                          strict=True))

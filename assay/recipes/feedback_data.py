@@ -131,7 +131,7 @@ def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
 
 
 def describe_feedback(config: Kto, start: StartingModel, data: FeedbackData, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, settings = data.rendered.counts, data.order, data.settings
     good = sum(pair.desirable for pair in data.train)

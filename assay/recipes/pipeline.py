@@ -274,7 +274,7 @@ def check_proven(gate: Gate, stage: Stage, record: PipelineRecord, processes: "S
 
 
 def _by_its_mark(gate: Gate, model: Path) -> Verdict | None:
-    """None where there is neither hallmark nor quarantine, or nothing that could hold one."""
+    """Verdict by a model's hallmark or quarantine; None where there is neither, or nothing that could hold one."""
     try:
         checkpoint = open_checkpoint(model)
     except AssayError:
@@ -412,7 +412,8 @@ class StageProcesses:
 
 @contextlib.contextmanager
 def _stage_lock(path: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """Held by us and by the stage's process: where we are killed, the next sitting waits until what we began has saved and gone."""
+    """Lock of a stage, held by us and by the stage's process: where we are killed, the next session waits until what we began has saved and
+    gone."""
     fd = durable.disk.open_append(path)
     try:
         until, told = time.monotonic() + TIME_TO_SAVE, False
@@ -433,7 +434,7 @@ def _stage_lock(path: Path, say: Callable[[str], None]) -> Iterator[int]:
 
 
 def _end_with_parent() -> Callable[[], object] | None:
-    """Asks Linux to send the process SIGTERM when we die, so that it saves and goes; None on other systems."""
+    """Ask Linux to send the process SIGTERM when we die, so that it saves and goes; None on other systems."""
     libc = ctypes.CDLL(None)
     return (lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if hasattr(libc, "prctl") else None
 
@@ -474,7 +475,7 @@ def _settle(printed: Path, code: int) -> Any:
 
 
 def _end_in_words(code: int, tail: Sequence[str], document: Any) -> str:
-    """Its own last line where it is done, else the sentence that it gave; and what the exit code means."""
+    """Message about how a stage ended: its own last line where it is done, else the sentence that it gave; and what the exit code means."""
     said = [line.removeprefix("assay: ") for line in tail if line.startswith("assay: ")]
     against = [line.strip() for line in tail if line.strip().startswith("REFUTED")]
     last = [line for line in reversed(tail) if line.strip()]

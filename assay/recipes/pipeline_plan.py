@@ -130,7 +130,8 @@ class _Draft:
 
 
 def read_plan(file: Path, out: Path, flags_of: Callable[[str], type], given: Sequence[str] = ()) -> PipelinePlan:
-    """Everything that can be known beforehand is asked here. `flags_of` gives a verb's options; `given` are inputs as NAME=VALUE."""
+    """Read a pipeline's plan. Everything that can be known beforehand is asked here. `flags_of` gives a verb's options; `given` are inputs
+    as NAME=VALUE."""
     document = parse_yaml(read_small_file(file, LARGEST_PLAN, UsageError), where=str(file), error=UsageError)
     require_shape(document, _PLAN, where=str(file), error=UsageError)
     if not document["stages"]:

@@ -123,7 +123,7 @@ class PreferenceData(Conversations):
         return score_pairs(model, self.held_out_batches(rows, count), self.settings, rows=rows)
 
     def evaluated(self, model: Transformer, rows: int, count: int | None = None) -> HeldOut:
-        """Everything held out, or `count` of it: its loss, and what was measured beside it."""
+        """Evaluate everything held out, or `count` of it: its loss, and what was measured beside it."""
         found = self.score(model, rows, count)
         bias = {} if found.length_bias is None else {"eval_length_bias": found.length_bias}
         columns = interval_columns({"eval_margin": found.margin, "eval_accuracy": found.accuracy} | bias)
@@ -146,7 +146,7 @@ def pairs_in(ids: tuple[Any, ...]) -> int:
 
 
 def learning_losses(losses: Sequence[float], done: int, schedule: Schedule) -> list[tuple[int, float]]:
-    """Those of steps at which the rate was up, with their steps; not of the first step of all, which is taken at the reference."""
+    """Losses of steps at which the rate was up, with their steps; not of the first step of all, which is taken at the reference."""
     return [(step, loss) for step, loss in enumerate(losses, done - len(losses))
             if step > 0 and schedule.multiplier(step) >= LEARNING_SHARE]
 
@@ -202,7 +202,7 @@ class SplitExamples(NamedTuple):
 def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any], apart: Sequence[Any], read: ReadSources,
                  render: Callable[..., tuple[list[Any], Rendered]], alone: type[PackedExamples], together: type[MixedExamples],
                  noun: str) -> SplitExamples:
-    """Both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context.
+    """Render both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context.
     `together` is the order of sources that have weights, `alone` that of all others."""
     (train, rendered), (held_out, without) = (
         render(said, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long) for said in (kept, apart))
@@ -215,7 +215,7 @@ def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any
 
 
 def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, settings = data.rendered.counts, data.order, data.settings
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"

@@ -38,7 +38,7 @@ SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 
 def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tuple[World, Callable[[str], None]]:
-    """This run's processes, and who speaks: the first alone."""
+    """Join this run's processes; returns them, and the function that prints: in the first process alone."""
     if config.fsdp and config.shards > 1:
         raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
     if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):

@@ -144,8 +144,8 @@ def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[
 
 
 def check_gain(name: str, before: NDArray[np.float64], after: NDArray[np.float64], chances: int = 1) -> Verdict:
-    """Did the held-out score rise from the parent's, prompt by prompt? On prompts that the checkpoint was also chosen by, the best of
-    several evaluations has as many `chances` to look good."""
+    """Check that the held-out score rose from the parent's, prompt by prompt. On prompts that the checkpoint was also chosen by, the best
+    of several evaluations has as many `chances` to look good."""
     effect = paired_effect(after, before)
     p = min(1.0, effect.p * max(1, chances))
     change = effect.interval(1 - LEVEL / max(1, chances))

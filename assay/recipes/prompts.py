@@ -120,7 +120,7 @@ class PromptOrder:
         return {times: prompts for times, prompts in ((whole, len(self.prompts) - more), (whole + 1, more)) if prompts}
 
     def check_shares(self, rollouts: int) -> list[Verdict]:
-        """Nothing: there is one source."""
+        """No verdicts: there is one source."""
         return []
 
     def spare(self, rollout: int) -> Iterator[Prompt]:
@@ -247,7 +247,7 @@ def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
 
 
 def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
-    """No held-out prompt is trained on, in this file or another, under this number or another."""
+    """Check that no held-out prompt is trained on, in this file or another, under this number or another."""
     seen = {prompt.content for prompt in train} | {prompt.text for prompt in train}
     both = [prompt.id for prompt in held_out if prompt.content in seen or prompt.text in seen]
     if both:

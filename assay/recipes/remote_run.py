@@ -46,7 +46,8 @@ class _Shipment:
 
 
 class RemoteRun:
-    """Sends what it is offered, one shipment at a time; where one waits already, the newer takes its place. Never raises: `told` says."""
+    """Background copy of a run to a remote store, one shipment at a time; where one waits already, the newer takes its place. Never raises:
+    `told` says."""
 
     def __init__(self, url: str, folder: Path):
         self.remote, self.folder = RemoteFolder(url), folder
@@ -140,7 +141,8 @@ class RemoteRun:
         self._retire()
 
     def _retire(self) -> None:
-        """Older records and checkpoints that none of the newest records names go. The newest alone must not be all there is: it may rot."""
+        """Remove older records and checkpoints that none of the newest records names. The newest alone must not be all there is: it may
+        rot."""
         records = record_names(self.remote)
         kept, needed = records[:KEPT_RECORDS], set[str]()
         for name in kept:

@@ -59,7 +59,7 @@ ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a
 
 @dataclass(frozen=True)
 class Answered:
-    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
+    """Mean scores per prompt, over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
 
     wanted: NDArray[np.float64]
     rewarded: NDArray[np.float64] | None
@@ -129,7 +129,7 @@ class Rewards:
                                      "judges do not compare; give the first one back, or begin a new run")]
 
     def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
-        """Right answers are rewarded and wrong ones are not; a judge is not swayed by the order of what it reads."""
+        """Audit the rewards: right answers are rewarded and wrong ones are not; a judge is not swayed by the order of what it reads."""
         every = (*prompts.train, *prompts.held_out)
         rows, texts, verdicts = [prompt.row for prompt in every], [prompt.text for prompt in every], list[Verdict]()
         if self.rules:
@@ -225,7 +225,8 @@ def _range(rewards: Sequence[Value]) -> float:
 
 
 def proven_reward_model(path: str) -> str:
-    """Its digest. One that another tool made, or that is not proven, is refused: a reward that is noise is learned like any other."""
+    """Digest of a proven reward model. One that another tool made, or that is not proven, is refused: a reward that is noise is learned
+    like any other."""
     artifact = reward_artifact(path)
     if artifact.raw.checkpoint is None or artifact.raw.checkpoint.hallmark is None:
         raise UsageError(f"--reward model:{path} has no hallmark: nothing shows that it tells good answers from bad ones; make it with "
@@ -257,7 +258,7 @@ def rendered_prompt(tokenizer: Tokenizer, asked: AskedPrompt) -> str | None:
 
 
 def told(asked: AskedPrompt) -> str:
-    """All that a prompt's row says, whoever writes it."""
+    """Text of all that a prompt's row says, whoever writes it."""
     return "\n".join([asked.plain or "", *(str(message) for message in asked.messages), str(asked.tools or "")])
 
 

@@ -136,7 +136,7 @@ class Rollout:
 
     @property
     def scored(self) -> tuple[list[list[Completion]], list[list[float | None]]]:
-        """Everything that was drawn, and what each was given."""
+        """Completions that were drawn, and the reward of each."""
         return [list(group.completions) for group in self.everything], [list(group.rewards) for group in self.everything]
 
     def witness_facts(self) -> list[dict[str, Any]]:
@@ -210,7 +210,8 @@ class Collector(Protocol):
 
 
 class RolloutCollector:
-    """Draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one draws them."""
+    """Collector that draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one
+    draws them."""
 
     def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, rewards: Rewards, run: Run, asked: Surrogate, layout: Layout):
         self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
@@ -284,7 +285,7 @@ class RolloutCollector:
         return informing or groups, everything
 
     def _prompts(self, rollout: int) -> list[Prompt]:
-        """Those whose turn it is, and those that wait for a judge since the rollout before."""
+        """Prompts whose turn it is, and those that wait for a judge since the rollout before."""
         due = self.order.drawn(rollout)
         again = set(self.waiting) - {prompt.id for prompt in due}
         self.waiting = []
@@ -378,7 +379,7 @@ class RolloutCollector:
         return [group.prompt.id for group in rollout.everything[: self.order.places]]
 
     def prompts_digest(self, rollout: Rollout) -> str:
-        """Written down with the step, so that all sittings together can be held against the plan."""
+        """Digest of a rollout's prompts, written down with the step, so that all sessions together can be compared with the plan."""
         return ids_digest(((*self.due_prompts(rollout),),))
 
     def _check_draws(self, everything: Sequence[Group], chosen: Drawn, trainer: Sequence[Sequence[float]], model: Transformer,
@@ -413,7 +414,7 @@ class RolloutCollector:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def _compared(self, drawn: Drawn, batch: Batch) -> tuple[Batch, Drawn]:
-        """Some completions, spread over the rollout, as rows and as they were drawn."""
+        """Completions to compare, spread over the rollout, as rows and as they were drawn."""
         chosen = sorted({round(place * (len(drawn) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
         return part, [drawn[i] for i in chosen]
@@ -428,7 +429,7 @@ class RolloutCollector:
         return found if judge is None else found | {f"judge/{name}": value for name, value in judge.rollout.counts().items()}
 
     def keep_samples(self, rollout: Rollout) -> None:
-        """Some of the completions, spread over the rollout, with all that says where they came from and what they were worth."""
+        """Write some of the completions, spread over the rollout, with all that says where they came from and what they were worth."""
         rows = [(group.prompt, member, completion, scored, float(rollout.advantages.values_PG[place][member]))
                 for place, group in enumerate(rollout.groups)
                 for member, (completion, scored) in enumerate(zip(group.completions, group.scored, strict=True))]
@@ -453,7 +454,7 @@ class RolloutCollector:
 
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
-        """Nothing beyond what is asked of every policy, and of a sampler elsewhere: what is inserted here is the prompt alone."""
+        """Verdicts beyond what is asked of every policy: those on a remote sampler alone, since what is inserted here is the prompt."""
         return self.sampler.verdicts()
 
 
@@ -508,7 +509,7 @@ class RolloutHistory:
             self.warn(step, sentence)
 
     def warn(self, step: int, sentence: str) -> None:
-        """Once, and again after so many steps; with other numbers it is still the same warning."""
+        """Warn once, and again after so many steps; with other numbers it is still the same warning."""
         rule = re.sub(r"[\d.]+", "", sentence)
         if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
             self._warned[rule] = step

@@ -198,7 +198,7 @@ class Run:
         return found
 
     def set_aside(self, path: Path) -> None:
-        """Out of the way of what is about to be written there; nothing is deleted."""
+        """Move a path out of the way of what is about to be written there; nothing is deleted."""
         if path.exists():
             names = (path.with_name(f"earlier-{number}-{path.name}") for number in itertools.count(1))
             aside = next(name for name in names if not name.exists())
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def witnesses(self) -> bool:
-        """Its proofs replay the steps that were kept for them."""
+        """Whether the run's proofs replay the steps that were kept for them."""
         return self._prover.witnesses
 
     def rehearse_proofs(self, model: Path) -> None:
@@ -229,7 +229,7 @@ class Run:
         self.ledger.append(kind, **facts)
 
     def _tell_time(self) -> None:
-        """Once, at the end of a sitting."""
+        """Print where the time went, once, at the end of a session."""
         if not self._told_time:
             self._told_time = True
             self.ledger.append(Event.TIME, seconds=self.spent.so_far())
@@ -353,7 +353,7 @@ class Run:
             self._write_down_retired()
 
     def _retire(self, best: Path | None, needed: Iterable[str]) -> None:
-        """Old checkpoints go. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
+        """Retire old checkpoints. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
         before = step_folders(self.checkpoints)
         sending = set() if self.remote is None else self.remote.holding()
         gone = delete_old_checkpoints(self.checkpoints, self.kept, best, sending | set(needed))
@@ -422,7 +422,7 @@ class Run:
 
     @contextlib.contextmanager
     def sitting(self) -> Iterator[None]:
-        """Around everything: what ends the run early is written down, once what was begun beside it is done."""
+        """Session of a run, around everything: what ends the run early is written down, once what was begun beside it is done."""
         with PROVING_PROCESSES.keeping():
             self._prover.start_early(self.probing.device)
             try:

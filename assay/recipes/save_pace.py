@@ -10,8 +10,8 @@ USUAL = 32  # readings of undisturbed steps by which others are judged slow
 
 
 class SavePace:
-    """Says when the next checkpoint may come, by what the last one cost the loop: the time that it stood still, and what steps took longer
-    while the checkpoint was written and proven beside them."""
+    """Pace of saving: says when the next checkpoint may come, by what the last one cost the loop: the time that it stood still, and what
+    steps took longer while the checkpoint was written and proven beside them."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._saved_at, self._stood, self._slowed = now, now(), 0.0, 0.0

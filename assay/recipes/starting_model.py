@@ -185,7 +185,7 @@ class StartingModel:
 
 
 def day_of_run(folder: Path) -> datetime:
-    """When the run in a folder began; now, where there is none yet."""
+    """Day on which the run in a folder began; now, where there is none yet."""
     ledger = folder / "ledger.jsonl"
     first, whole, _ = (ledger.read_bytes() if ledger.exists() else b"").partition(b"\n")
     if not whole:
@@ -316,7 +316,8 @@ def beside_live(start: StartingModel) -> Destination | None:
 
 
 def reopen_parent(start: StartingModel) -> Artifact:
-    """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
+    """Open the parent anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is
+    shared with it."""
     parent = start.parent
     to = beside_live(start) or straight_to(start.device) if start.weights.stored is None else Destination("meta")
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
@@ -420,7 +421,7 @@ def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | N
 
 
 def require_proven(where: Path, *, against: str | None = None) -> None:
-    """Also of one that an earlier sitting wrote: it may have been killed before the proof, or stopped by it."""
+    """Require a hallmark, also of a model that an earlier session wrote: that may have been killed before the proof, or stopped by it."""
     if checkpoint.open_checkpoint(where).hallmark is not None:
         return
     verdicts = prove_checkpoint(where, against=against, probing=ProofSampling(samples=0))

@@ -92,7 +92,7 @@ def prompts_of(config: Distill) -> tuple[list[TeacherPrompt], list[TeacherPrompt
 
 
 def prompt_of(row: Conversation) -> TeacherPrompt:
-    """Everything before the answer: the last one, where there are several."""
+    """Prompt of a row: everything before the answer, the last one, where there are several."""
     if row.tools:
         raise DataError(f"{row.where}: the row offers tools, and the teacher's calls could not be told from its words; leave it out")
     answers = [place for place, message in enumerate(row.messages) if message["role"] == "assistant" and place >= row.learned_from]

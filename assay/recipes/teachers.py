@@ -58,7 +58,7 @@ class OnlineTeacher:
 
 
 class OfflineTeacher:
-    """Its likeliest tokens in every place of every example, on disk; it need not be in memory, and cannot move."""
+    """Teacher stored on disk: its likeliest tokens in every place of every example; it need not be in memory, and cannot move."""
 
     model = None
 
@@ -81,8 +81,8 @@ class OfflineTeacher:
 
 
 class OnlineTeachers:
-    """Several in memory: the loss is the weighted sum of what each asks for. With forward KL that is the KL to their mixture, but for a
-    constant."""
+    """Teachers in memory, several of them: the loss is the weighted sum of what each asks for. With forward KL that is the KL to their
+    mixture, but for a constant."""
 
     model = None
 

@@ -39,7 +39,8 @@ def _share(config: ModelConfig, name: str) -> float:
 
 
 def step_operations(plan: MemoryPlan, tokens: int) -> float:
-    """There and back. What is frozen needs no gradient of its own; activations that are made again cost another way there."""
+    """Operations of a step, forward and backward. What is frozen needs no gradient of its own; activations that are recomputed cost another
+    forward pass."""
     adapter = plan.work.lora_r or plan.model.rank
     passes = (2 if adapter else 3) + plan.work.checkpointing
     return tokens * passes * forward_operations(plan.model.config, plan.work.length)

@@ -394,7 +394,7 @@ class Trainer:
         return check_ranks(self.sharded.said_by_all(), self._frozen_in_parts, self.done + self.steps_before)
 
     def scored_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model holds the weights that are evaluated: their moving average, where there is one."""
+        """Context in which the model holds the weights that are evaluated: their moving average, where there is one."""
         return contextlib.nullcontext() if self.ema is None else self.ema.swapped()
 
     # ---------------------------------------------------------------- saves
@@ -418,7 +418,8 @@ class Trainer:
         self.watch.begin()
 
     def _needless(self, best: Path | None) -> bool:
-        """Neither the best so far nor the last, in a run whose saves are paced, and too soon after the one before."""
+        """Whether a save is needless: neither the best so far nor the last, in a run whose saves are paced, and too soon after the one
+        before."""
         if not self.saves.paced or self.done <= self.schedule.multiple or best is None or self._looped:
             return False
         last = self.over() or self.done == self.saves.last

@@ -13,7 +13,7 @@ REPLAY_SPEED = {"cpu": 2e10, "cuda": 2e13}  # operations a second, as long as no
 
 
 class WitnessPace:
-    """Says whether one more step may be kept, by what the replays of this sitting took."""
+    """Pace of the witness: says whether one more step may be kept, by what the replays of this session took."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._began, self.kept = now, now(), list[Path]()

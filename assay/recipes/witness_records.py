@@ -154,7 +154,7 @@ def local_copies(config: Any) -> dict[str, Any]:
 
 def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], facts: dict[str, Any],
            copied: torch.cuda.Event | None) -> None:
-    """Whole when `record.json` is there. On a GPU once the copies are made."""
+    """Write a record, which is whole when `record.json` is there. On a GPU once the copies are made."""
     with beside_the_loop(copied):
         for state, name in ((before, BEFORE), (after, AFTER)):
             save_file({key: tensor.cpu() for key, tensor in state.items()}, where / name)
