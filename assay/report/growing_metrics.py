@@ -17,7 +17,8 @@ MOST_BUCKETS = 600  # points of one curve
 
 
 class GrowingLines:
-    """Whole JSON lines of a file that is being written; one that became shorter, or another file, is read from its beginning."""
+    """JSON lines of a file that is being written, whole ones alone; a file that became shorter, or another file, is read from its
+    beginning."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -42,7 +42,7 @@ class LiveRun:
         self.asked_to_stop: int | None = None  # the process that was asked
 
     def look(self, locks: dict[str, int]) -> None:
-        """Reads on; what has not changed is not read again."""
+        """Read on; what has not changed is not read again."""
         grown, writer, stamp = self.metrics.read_on(), writer_of(self.folder, locks), _stamp(self.folder / LEDGER)
         if not grown and self.row is not None and (writer, stamp) == (self._writer, self._ledger):
             return
@@ -71,7 +71,7 @@ class LiveRun:
         return budget_left(self.record.config, self.metrics.newest) if going_on and self.record is not None else []
 
     def stop(self) -> int:
-        """Once: a second signal would end it without a save."""
+        """Stop a run, once: a second signal would end it without a save."""
         if self.asked_to_stop is not None and self.asked_to_stop == writer_of(self.folder, ledger_locks()):
             raise UsageError(f"{self.name} was asked to stop already; it saves first")
         self.asked_to_stop = stop_after_save(self.folder)
@@ -93,7 +93,7 @@ class LiveRun:
 
 
 class LiveRuns:
-    """All runs under the named folders, kept up to date by `watch` in a thread of its own."""
+    """Runs under the named folders, kept up to date by `watch` in a thread of its own."""
 
     def __init__(self, folders: Sequence[Path]):
         self.folders = [folder.resolve() for folder in folders]

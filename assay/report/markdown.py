@@ -24,7 +24,7 @@ def code(value: Any) -> str:
 
 
 def code_block(text: str, language: str = "") -> str:
-    """Between fences that are longer than any in the text."""
+    """Code block between fences that are longer than any in the text."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{visible_lines(text)}\n{fence}"
 

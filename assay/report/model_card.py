@@ -35,7 +35,7 @@ class CardEvaluation:
 
 @dataclass(frozen=True)
 class CardSource:
-    """All that a card is made of. `record` is None where no run lies beside the weights and none was named."""
+    """Sources of a model card. `record` is None where no run lies beside the weights and none was named."""
 
     name: str
     checkpoint: Checkpoint

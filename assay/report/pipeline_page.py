@@ -69,7 +69,8 @@ def read_pipeline(out: Path) -> PipelineStory:
 
 
 def pipeline_purpose(story: PipelineStory) -> Verdict:
-    """Reached only where every stage is done, every gate holds, and every stage that has a purpose shows it."""
+    """Verdict on a pipeline's purpose: reached only where every stage is done, every gate holds, and every stage that has a purpose shows
+    it."""
     found = story.purposes
     stopped = story.stopped
     if stopped is not None:
@@ -129,7 +130,7 @@ def _link(path: object, out: Path) -> str | None:
 
 
 def _story(facts: Mapping[str, Any]) -> StageStory:
-    """Nothing of a stage that did not end: what lies in its folder may be of an earlier sitting."""
+    """Story of a stage; nothing of one that did not end: what lies in its folder may be of an earlier session."""
     name, out = str(facts.get("name")), Path(str(facts.get("out")))
     if facts.get("state") not in ("done", "stopped at a gate", "failed"):
         return StageStory(facts)

@@ -140,7 +140,7 @@ def _said(row: Mapping[str, Any]) -> str:
 
 
 def _facts(row: Mapping[str, Any]) -> str:
-    """Everything short that was recorded with a sample."""
+    """Short facts that were recorded with a sample."""
     kept = {key: value for key, value in row.items() if key not in (*SAID, *PROMPTED) and not isinstance(value, list)}
     return cut(", ".join(f"{key} {_short(value)}" for key, value in kept.items()), 300)
 
@@ -164,7 +164,7 @@ def _reply(question: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
 
 
 def _evaluations(evaluations: Sequence[EvaluationFolder]) -> list[SampleGroup]:
-    """Those of one task and dataset stand side by side, in the order in which they were given."""
+    """Evaluations grouped by task and dataset, side by side, in the order in which they were given."""
     groups: dict[tuple[str, str], list[EvaluationFolder]] = {}
     for one in evaluations:
         groups.setdefault(one.task, []).append(one)
