@@ -82,7 +82,8 @@ def reading_disagreements(read: Iterable[Readings]) -> int:
 
 
 def same_answer(answer: str | None, gold: str) -> bool:
-    """Equal as numbers (12.0 is 12, 1,000 is 1000, $5 is 5, 1/2 is 0.5), or else as words, whatever their case and spacing."""
+    """Whether two answers are equal as numbers (12.0 is 12, 1,000 is 1000, $5 is 5, 1/2 is 0.5), or else as words, whatever their case and
+    spacing."""
     if answer is None or not answer.strip():
         return False
     number, wanted = read_number(answer), read_number(gold)

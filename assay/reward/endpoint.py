@@ -41,7 +41,7 @@ Post = Callable[[dict[str, Any]], HttpReply]
 
 
 class Unreachable(AssayError):
-    """No reply came: refused, cut off, or too slow."""
+    """Error of an endpoint from which no reply came: refused, cut off, or too slow."""
 
 
 class Unreadable(ValueError):

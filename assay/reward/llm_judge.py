@@ -84,7 +84,7 @@ class Judged:
 
 
 class Judge:
-    """Remembers what waits, what was paid, and how often each group was asked about."""
+    """LLM judge of groups; it knows what waits, what was paid, and how often each group was asked about."""
 
     def __init__(self, post: Post, *, seed: int = 0, rubric: str = RUBRIC, tries: int = 4, concurrency: int = 4, repeat: float = 0.1,
                  sleep: Callable[[float], None] = time.sleep, settings: dict[str, Any] | None = None) -> None:

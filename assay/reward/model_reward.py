@@ -84,7 +84,7 @@ def _conversation(path: str, artifact: Artifact, asked: AskedPrompt, completion:
 
 @lru_cache(maxsize=2)
 def reward_artifact(path: str) -> Artifact:
-    """Refused unless it is a reward model."""
+    """Open a reward model; anything else is refused."""
     artifact = open_artifact(path)
     if artifact.tokenizer is None or REWARD_TOKEN not in artifact.tokenizer.ids:
         raise UsageError(f"--reward model:{path}: its tokenizer has no {REWARD_TOKEN}: it is no reward model; make one with assay "

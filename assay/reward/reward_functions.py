@@ -44,7 +44,7 @@ class RewardSpec:
 
     @property
     def relative(self) -> bool:
-        """It compares the completions of a group; of one alone it can say nothing."""
+        """Whether the reward compares the completions of a group; of one alone it can say nothing."""
         return self.file is None and self.name in RELATIVE_REWARDS
 
     @property

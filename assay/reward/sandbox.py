@@ -180,7 +180,7 @@ class Sandbox:
         return b"".join(self.pieces[channel]).decode(errors="replace")
 
     def end(self) -> None:
-        """Its first process is killed; the kernel then ends every other one in its PID namespace."""
+        """End the sandbox: its first process is killed; the kernel then ends every other one in its PID namespace."""
         if self.process.poll() is None:
             self.process.kill()
         self.status = self.process.wait()
@@ -190,7 +190,7 @@ class Sandbox:
 
 
 def watched(boxes: list[Sandbox], limits: Limits) -> Literal["timeout", "flooded"] | None:
-    """Reads what the boxes write until the first of them ends, then ends them all. None: it ended by itself, in time."""
+    """Read what the boxes write until the first of them ends, then end them all. None: it ended by itself, in time."""
     first = boxes[0]
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         for box in boxes:

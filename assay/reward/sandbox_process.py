@@ -76,7 +76,7 @@ def surrender(setting: dict[str, Any]) -> None:
 
 
 def host(program: str, link: "Link") -> None:
-    """Nothing of the program runs before the examiner is ready: it could keep the machine so busy that it never is."""
+    """Host the program; nothing of it runs before the examiner is ready: it could keep the machine so busy that it never is."""
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     link.receive()
@@ -197,7 +197,7 @@ class Link:
             raise Ended("the program ended before it was asked") from None
 
     def receive(self) -> Any:
-        """None where the other side is gone."""
+        """Receive a message; None where the other side is gone."""
         line = self.reading.readline(_LINE + 1)
         if not line.endswith(b"\n"):
             return None

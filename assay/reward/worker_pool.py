@@ -138,7 +138,8 @@ def scored_item(answer: Mapping[str, Any], weights: Mapping[str, float]) -> Scor
 
 
 class ErrorLimit:
-    """Stops a run whose rewards fail too often: more than `share` of the last 200 items, an error of fewer than 20 counting as of 20."""
+    """Limit on reward errors: stops a run whose rewards fail too often: more than `share` of the last 200 items, an error of fewer than 20
+    counting as of 20."""
 
     def __init__(self, share: float = 0.05) -> None:
         if not 0 <= share < 1:
