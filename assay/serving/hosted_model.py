@@ -75,7 +75,7 @@ class HostedModel:
 
     @functools.cached_property
     def forms(self) -> GrammarVocabulary:
-        """Made when a form is first asked for: a large vocabulary takes a second."""
+        """Vocabulary of grammars, made when a form is first asked for: a large vocabulary takes a second."""
         return GrammarVocabulary(self.tokenizer, vocab=self.engine.weights.model.config.vocab, stop_ids=self.engine.stop_ids)
 
     @property

@@ -144,7 +144,7 @@ class ServedPolicy:
         return {"id": made.id, "version": self.model.engine.version}
 
     def _forget_dropped(self) -> None:
-        """Those that can never be learned from; they were kept so that a late client is told why."""
+        """Forget trajectories that can never be learned from; they were kept so that a late client is told why."""
         for name in [each.id for each in self.trajectories.values() if each.dropped and not each.speaking]:
             del self.trajectories[name]
             self.given.pop(name, None)
