@@ -217,7 +217,7 @@ def _binary(values: Array) -> bool:
 
 
 def _decimals(half_width: float) -> int:
-    """Two significant digits of the half-width, and three decimals at least where it is below 10."""
+    """Number of decimals to print: two significant digits of the half-width, and three decimals at least where it is below 10."""
     if half_width <= 0:
         return 3
     digits = 1 - math.floor(math.log10(half_width)) if math.isfinite(half_width) else 3
