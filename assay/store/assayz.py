@@ -379,7 +379,7 @@ def _inflated(packed: bytes, size: int, where: str) -> bytes:
 
 
 def _whole_stream(decoder: Any, packed: bytes, limit: int, where: str) -> bytes:
-    """All of one stream, which must end within `limit` bytes and where the section does."""
+    """Decompress all of one stream, which must end within `limit` bytes and where the section does."""
     try:
         data = decoder.decompress(packed, limit + 1)
     except (zlib.error, lzma.LZMAError) as error:

@@ -241,7 +241,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict[str, FileFacts]:
-    """Everything but the manifest, and what is to be said of it there."""
+    """Write everything but the manifest; returns what is to be said of it there."""
     if contents.shared is not None:
         facts = contents.shared.write(folder, {"model": contents.weights, STATE_STEM: contents.optimizer or {}})
     elif contents.kind == "adapter":

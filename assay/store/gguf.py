@@ -199,7 +199,7 @@ def _refuse_absurd(keys: ConfigFields, header: GgufHeader) -> None:
 
 
 def _head_dim(keys: ConfigFields, width: int, heads: int) -> int:
-    """Absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
+    """Head dimension; absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
     names = ["attention.key_length", "attention.value_length", "rope.dimension_count"]
     if "rope.scaling.original_context_length" in keys.fields and "rope.scaling.type" not in keys.fields:
         names.remove("rope.dimension_count")  # Phi-3, of whose heads a part may be rotated
@@ -390,7 +390,7 @@ def _tensor(file: BinaryIO, name: str, info: GgufTensor, path: Path) -> Tensor:
 
 
 def _write(path: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor], types: Mapping[str, str]) -> None:
-    """Through the gguf package, one rounded tensor in memory at a time."""
+    """Write a file through the gguf package, one rounded tensor in memory at a time."""
     package = _package()
     with contextlib.closing(package.GGUFWriter(path, metadata["general.architecture"])) as writer:
         for key, value in metadata.items():

