@@ -58,7 +58,7 @@ class Sighting:
 
     @property
     def false_alarm(self) -> bool:
-        """Something was refuted in the clean twin, or the check did not run there: silence must be earned."""
+        """Whether something was refuted in the clean twin, or the check did not run there: silence must be earned."""
         ran = any(v.check == self.fault.check and v.outcome is Outcome.PROVEN for v in self.clean)
         return not ran or any(v.outcome is Outcome.REFUTED for v in self.clean)
 

@@ -112,7 +112,7 @@ def as_played(played: PlayedEpisodes) -> PlayedEpisodes:
 
 
 def kept_trajectories(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Those that go on; an error is left out later, by its unknown reward."""
+    """Trajectories that go on; an error is left out later, by its unknown reward."""
     return trajectories
 
 

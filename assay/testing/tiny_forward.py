@@ -110,7 +110,7 @@ def traced_tokens() -> Tensor:
 
 @functools.cache
 def reference_run(family: str) -> ReferencePass:
-    """Its twin in float64 shows what rounding does to this very model."""
+    """Reference pass of a family; its twin in float64 shows what rounding does to this very model."""
     model = random_model(family)
     return run_reference(model.config, plain_forward(model), traced_tokens(), torch.float32, plain_forward(random_model(family).double()))
 

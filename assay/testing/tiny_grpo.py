@@ -54,7 +54,7 @@ _LOUD = 3.0  # so that a temperature, a stale weight or another base shows in wh
 
 @dataclass(frozen=True)
 class TinyGrpo:
-    """Its defaults leave every guard silent."""
+    """Tiny GRPO run, whose defaults leave every guard silent."""
 
     asked: Surrogate = field(default_factory=lambda: Surrogate(kl="k3", kl_weight=0.05, temperature=0.7))
     normalise: Normalise = "token"

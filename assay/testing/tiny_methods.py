@@ -60,7 +60,7 @@ def tiny_feedback(folder: Path) -> list[LabelledPair]:
 
 
 def a_kto_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """Some steps; then what was learned is asked of other answers."""
+    """Job: some KTO steps; then what was learned is asked of other answers."""
     settings = KtoSettings()
     apart = feedback.read_feedback(write_rows(folder / "held.jsonl", feedback_said(16, 40)))
     held_out = feedback.render_feedback(apart, *tokenizer_and_stops(), length=SIDE_TOKENS)[0]
@@ -106,7 +106,7 @@ def a_score_head_preflight(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_written_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
-    """Written and opened again, after its score head has moved."""
+    """Job: a reward model is written and opened again, after its score head has moved."""
     (before, stops), base = tokenizer_and_stops(), tiny_model("llama")
     after = with_new_tokens(before, (REWARD_TOKEN,))
     grown = resize_embeddings(base.config, {name: p.detach() for name, p in base.named_parameters()}, before, after)
@@ -132,7 +132,7 @@ def other_tokenizer(template: str | None = OTHER_TEMPLATE) -> Tokenizer:
 
 
 def a_stranger_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
-    """Its tokenizer and template are not the policy's: what it reads of prompts that are messages."""
+    """Job: a reward model whose tokenizer and template are not the policy's: what it reads of prompts that are messages."""
     save_model(folder / "reward", tiny_model("llama"), tokenizer=with_new_tokens(other_tokenizer(), (REWARD_TOKEN,)))
     rows = [{"prompt": [{"role": "user", "content": f"question {number}"}]} for number in range(4)]
     policy = tokenizer_and_stops()[0]
@@ -144,7 +144,7 @@ def a_stranger_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
-    """Some prompts that the student answers itself, and its teacher reads."""
+    """Job: on-policy preflight on some prompts that the student answers itself, and its teacher reads."""
     tokenizer, stops = tokenizer_and_stops()
     student, teacher, blend = tiny_model("llama"), tiny_model("llama", 5).requires_grad_(False), DistillationSettings("reverse")
     prompts = [Prompt(str(n), tuple(tokenizer.encode(f"question {n}:")), "", {}) for n in range(4)]

@@ -226,7 +226,7 @@ def save_and_examine(where: Path, act: Callable[[], object], plant: Plant, **req
 
 @functools.cache
 def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
-    """Ours, saved well; struck on the disk, or in our own code while it loads."""
+    """Job: a checkpoint of ours, saved well; struck on the disk, or in our own code while it loads."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         where = save_model(folder / "checkpoint", tiny_model(family), sharded=sharded).folder
         with plant(where):
@@ -236,7 +236,7 @@ def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
 
 @functools.cache
 def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
-    """Another tool's, struck on the disk: there is no manifest to help."""
+    """Job: another tool's folder, struck on the disk: there is no manifest to help."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         where = save_hf_folder(folder / "model", tiny_model(family), sharded=sharded)
         with plant(where):
@@ -268,7 +268,7 @@ def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
 
 
 def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
-    """Another tool's, proven against the model that it was trained from; struck on the disk."""
+    """Job: another tool's folder, proven against the model that it was trained from; struck on the disk."""
     if plant is nothing:
         return list(_clean_finetuned_folder())
     return _finetuned_folder(folder, plant)

@@ -93,7 +93,7 @@ def process_folder() -> Path:
 
 @functools.cache
 def tiny_corpus() -> Corpus:
-    """Never changed: a fault that strikes a corpus makes its own."""
+    """Tiny corpus, never changed: a fault that strikes a corpus makes its own."""
     return make_corpus(process_folder() / "practice", tiny_documents())
 
 # ---------------------------------------------------------------- runs
@@ -126,7 +126,7 @@ class TinyRun:
         return model
 
     def train(self, model: Transformer, objective: Objective | None = None) -> Iterator[loop.Step]:
-        """Its steps at a constant rate, without guards."""
+        """Train with a constant rate, without guards; yields the steps."""
         order = self.order()
         batches = (order.batch(step) for step in range(self.steps))
         return loop.train(model, make_optimizer(model, self.lr), batches, objective or objectives.next_token, micro=self.micro)
