@@ -26,7 +26,7 @@ _FAINT = 0.1  # of the median token's length: a shorter one is measured as if it
 
 
 class Distance(NamedTuple):
-    """Two values of one site, token by token."""
+    """Distance of two values of one site, token by token."""
 
     error: float  # ‖a − b‖ / ‖a‖ over all tokens
     cosine: float

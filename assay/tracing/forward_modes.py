@@ -38,7 +38,7 @@ def plain_forward(model: Transformer) -> ForwardMode:
 
 
 def batched_forward(model: Transformer, *, rows: int = 2, padding: int = 3) -> ForwardMode:
-    """Between other rows, and behind padding: what stands beside a text may not change what it means."""
+    """Forward pass of a text between other rows, and behind padding: what stands beside a text may not change what it means."""
     def run(tokens_BT: Tensor, look: PassObserver) -> None:
         (B, T), device = tokens_BT.shape, tokens_BT.device
         shape = (B + rows, T + padding)

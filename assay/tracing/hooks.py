@@ -149,7 +149,7 @@ def observe_modules(model: nn.Module, config: ModelConfig, modules: SiteModules,
 
 
 class AttentionObserver(TorchFunctionMode):
-    """Sees what the attention kernel of the layer at work is given: after norms and rotation, with its mask and its scale."""
+    """Observer of the inputs of the attention kernel of the layer at work: after norms and rotation, with its mask and its scale."""
 
     def __init__(self, see: SiteObserver, kv_heads: int):
         super().__init__()
