@@ -59,7 +59,7 @@ def positional_choices(verb: str) -> tuple[str, ...]:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """Wherever in the type they stand: alone, in a tuple, or beside None."""
+    """Choices in a type hint, wherever they stand: alone, in a tuple, or beside None."""
     if typing.get_origin(hint) is Literal:
         return tuple(map(str, typing.get_args(hint)))
     return next((found for part in typing.get_args(hint) if (found := _choices(part))), ())

@@ -12,7 +12,7 @@ SECONDS = 5.0  # between two lines of progress where there is no terminal
 
 
 def line_printer(*, json: bool) -> Callable[[str], None]:
-    """Prints a line at once; to stderr where stdout is kept for JSON."""
+    """Printer of lines, at once; to stderr where stdout is kept for JSON."""
     return partial(print, file=sys.stderr if json else sys.stdout, flush=True)
 
 

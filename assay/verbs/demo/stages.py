@@ -29,7 +29,7 @@ def run_verb(verb: str, *words: str) -> int:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Only a folder that an earlier demo made is replaced."""
+    """Fresh folder for the demo; only a folder that an earlier demo made is replaced."""
     from assay.store.durable import make_folder
 
     if folder.exists() and not (folder / MARKER).exists():
