@@ -42,7 +42,7 @@ def row_gold(row: Mapping[str, Any]) -> str:
 
 
 def strict_answer(text: str) -> str | None:
-    """Stated exactly once, and all of what is stated."""
+    """Answer that is stated exactly once, and all of what is stated."""
     said, matched = outside_thoughts(text)
     if not matched:
         return None

@@ -194,7 +194,7 @@ def live_weights(twin: TwinModel, leaves: Mapping[str, Tensor], frozen: Mapping[
 
 
 def read_safetensors(folder: Path, single: str = "model.safetensors", device: str = "cpu") -> dict[str, Tensor]:
-    """All tensors of a folder, sharded or not, on a device."""
+    """Read all tensors of a folder, sharded or not, on a device."""
     index = folder / f"{single}.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [single]
     if not all((folder / file).is_file() for file in files):

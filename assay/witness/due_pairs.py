@@ -108,7 +108,7 @@ def said_answers(file: str, number: int, values: Mapping[str, Any]) -> list[Read
 
 
 def learned_rows(options: Mapping[str, Any], recipe: str) -> list[ReadPair]:
-    """All rows of all files but those that are held out, with all of their prompt where there are enough of those."""
+    """Training rows: all rows of all files but those that are held out, with all of their prompt where there are enough of those."""
     rows = list[ReadPair]()
     for path in (Path(file) for file, _ in named_sources(options)):
         for number, values in enumerate(islice(file_rows(path), options.get("limit")), 1):
@@ -150,7 +150,7 @@ def side_texts(row: Sequence[DuePair]) -> list[DueText]:
 
 
 def preferred_pairs(renderer: Renderer, said: Sequence[ReadPair], options: Mapping[str, Any]) -> list[DuePair]:
-    """Both sides cut alike; a pair goes where one side does, and where nothing is left to prefer."""
+    """Pairs with both sides cut alike; a pair goes where one side does, and where nothing is left to prefer."""
     found = []
     for row in said:
         assert row.second is not None

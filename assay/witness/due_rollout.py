@@ -45,7 +45,7 @@ class PromptPlan:
 
     @cached_property
     def steps(self) -> int:
-        """Until a source would have to be read once more than --num-train-epochs allows."""
+        """Number of steps until a source would have to be read once more than --num-train-epochs allows."""
         due, most = 0, [self.options["num_train_epochs"] * len(part) for part in self.parts]
         while len(self.parts) > 1:
             source, number = source_and_number(due, self.shares)
@@ -66,7 +66,7 @@ class PromptPlan:
 
 
 def prompt_ids(renderer: Renderer, row: Row) -> list[int]:
-    """Up to the generation prompt; of a whole conversation, before its last answer."""
+    """Token ids of a prompt up to the generation prompt; of a whole conversation, before its last answer."""
     if row.messages and renderer.template is not None:
         answers = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]
         before = row.messages[:row.learned_from or (answers[-1] if answers else len(row.messages))]

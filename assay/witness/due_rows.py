@@ -153,7 +153,7 @@ class MixedPlan:
 
 
 def smallest_shares(weights: Sequence[Fraction]) -> list[int]:
-    """Whole numbers in the proportion of the weights, as small as they can be."""
+    """Shares as whole numbers in the proportion of the weights, as small as they can be."""
     least = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * least) for weight in weights]
     return [share // math.gcd(*whole) for share in whole]

@@ -18,7 +18,7 @@ SAFETY = 1.01
 
 
 class Budgeted(NamedTuple):
-    """When a run ends: known from the options, or decided on the way where time decides."""
+    """End of a run: known from the options, or decided on the way where time decides."""
 
     stop_at: int | None
     decay_from: int | None
@@ -46,7 +46,7 @@ def rate_share(step: int, options: Mapping[str, Any], steps: int | None, end: Bu
 
 
 def clipped(gradients: Mapping[str, Tensor], most: float) -> tuple[dict[str, Tensor], float]:
-    """All gradients scaled down to one norm together; and the norm they had."""
+    """Gradients scaled down to one norm together; and the norm they had."""
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     return {name: gradient * min(1.0, most / (norm + 1e-6)) for name, gradient in gradients.items()}, norm
 

@@ -398,7 +398,7 @@ def wrong_loss(kept: KeptStep, due: DueGradient) -> list[str]:
 
 
 def first_moment(kept: KeptStep, name: str) -> tuple[str, float]:
-    """Its key, and how much of the old one stays."""
+    """Key of a tensor's first moment, and how much of the old one stays."""
     return ("momentum", MOMENTUM) if f"state/{name}/momentum" in kept.before else ("exp_avg", BETAS[0])
 
 
