@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 
 class JsonChild:
-    """Started by `start`; after an answer that did not come, `stop` ends it and says how it had ended."""
+    """Child process that speaks JSON lines. Started by `start`; after an answer that did not come, `stop` ends it and says how it had
+    ended."""
 
     def __init__(self, script: Path, argument: str, environment: Mapping[str, str] | None = None) -> None:
         self.script, self.argument, self.environment = script, argument, environment or {}
@@ -56,7 +57,7 @@ class JsonChild:
             return None
 
     def stop(self) -> int:
-        """Kills it and whatever it has started, and returns its status: one that was dead already has kept its own."""
+        """Kill the process and whatever it has started, and return its status: one that was dead already has kept its own."""
         self.kill()
         process, self.process, self._unread = self.process, None, b""
         if process is None:

@@ -152,7 +152,7 @@ def _finite_float(text: str) -> float:
 
 
 def _require_depth(value: Any, most: int | None = None) -> None:
-    """Level by level; with `most`, so many nodes are counted, each as often as it stands in the document."""
+    """Require a bounded depth, level by level; with `most`, so many nodes are counted, each as often as it stands in the document."""
     level, counted = [value], 0
     for _ in range(DEPTH_LIMIT):
         level = [child for parent in level if isinstance(parent, dict | list)

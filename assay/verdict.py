@@ -48,5 +48,5 @@ def overall(verdicts: Iterable[Verdict]) -> Outcome:
 
 
 def without_optional(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """All but what only an optional library could have checked."""
+    """Verdicts but for those that only an optional library could have checked."""
     return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]
