@@ -18,7 +18,7 @@ def ids_digest(ids: ExampleIds) -> str:
 
 
 def check_data_ledger(recorded: Mapping[int, str], plan: Order | PackedExamples, steps: int) -> tuple[Verdict, dict[int, int]]:
-    """Whether each of the first `steps` steps, over all sittings, consumed what was planned for it; and how many examples were
+    """Whether each of the first `steps` steps, over all sessions, consumed what was planned for it; and how many examples were
     read how often: {times: examples}, 0 for those that never were.
 
     A digest says which ids a step read because the plan can be asked for them: nothing else is kept while a run goes on.

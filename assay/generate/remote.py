@@ -214,7 +214,7 @@ class VllmServer:
             self.http.post("/update_weight_version", {"new_version": version})
 
     def _join(self, folder: Path, version: str) -> None:
-        """An adapter of the same name is of a sitting that was interrupted: the one in the folder takes its place."""
+        """An adapter of the same name is of a session that was interrupted: the one in the folder takes its place."""
         if version in {model["id"] for model in self.http.get("/v1/models")["data"]}:
             self.http.post("/v1/unload_lora_adapter", {"lora_name": version})
         self.http.post("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})

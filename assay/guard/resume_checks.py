@@ -18,7 +18,7 @@ def check_own_checkpoint(found: Checkpoint, events: Iterable[Mapping[str, Any]],
     """The run's ledger names this checkpoint by its digest. `changed` says which options its manifest has otherwise than the run.
 
     A run that was killed may have written its last save without having named it: then the manifest must hold, word for word, the
-    options of the sitting that began to save it, folder included.
+    options of the session that began to save it, folder included.
     """
     name, changed = found.folder.name, list(changed)
     digests, begun = saves_on_record(events)

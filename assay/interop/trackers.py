@@ -70,7 +70,7 @@ def open_tracker(name: str, run: Path, project: str, where: Path | None = None) 
 
 
 class TensorBoardEvents:
-    """Event files in `where`. What an earlier sitting wrote there of these steps and later ones is void from the first on."""
+    """Event files in `where`. What an earlier session wrote there of these steps and later ones is void from the first on."""
 
     def __init__(self, where: Path) -> None:
         self._writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")

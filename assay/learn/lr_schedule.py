@@ -72,7 +72,7 @@ class Schedule:
     def __init__(self, budget: Budget, multiple: int = 1):
         self.budget, self.multiple, self.clock = budget, multiple, Clock()
         self.stop_at, self.decay_from = budget.steps, None
-        self._spent = 0.0  # seconds of earlier sittings
+        self._spent = 0.0  # seconds of earlier sessions
 
     stop_at: int | None
     decay_from: int | None
@@ -118,7 +118,7 @@ class Schedule:
 
 
 class Clock:
-    """Wall time of a run over all its sittings, for budgets and progress."""
+    """Wall time of a run over all its sessions, for budgets and progress."""
 
     def __init__(self, spent: float = 0.0):
         self._start = time.monotonic() - spent

@@ -421,7 +421,7 @@ def run_blocks(layers: Sequence[tuple[nn.Module, RotaryTable | None, AttentionMa
                values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
     for block, rotary, mask, cache in layers:
         arguments = (x_BTD, rotary, mask, cache, *values)
-        # In a block nothing is drawn by lot, and asking for the generator's state would end a graph's capture.
+        # In a block nothing is random, and asking for the generator's state would end a graph's capture.
         x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False) if recompute else block(*arguments)
     return x_BTD
 

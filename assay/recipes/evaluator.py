@@ -89,7 +89,7 @@ class HeldOutEvaluator:
     def __init__(self, run: Run, score: Callable[[Transformer], HeldOut], *, repeats_from: int, device: str, scale: float | None = None):
         self.run, self.score, self.repeats_from, self.device, self.scale = run, score, repeats_from, device, scale
         self.history = EvalHistory(run)
-        self._since: list[float] = []  # training losses since the last evaluation, of an earlier sitting
+        self._since: list[float] = []  # training losses since the last evaluation, of an earlier session
 
     def recall(self) -> None:
         self.history.recall()

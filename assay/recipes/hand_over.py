@@ -202,7 +202,7 @@ def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tupl
 
 
 def handed_over_before(best: Path, where: Path) -> bool:
-    """An earlier sitting wrote these very weights, and they were proven; a longer run may since have found better ones."""
+    """An earlier session wrote these very weights, and they were proven; a longer run may since have found better ones."""
     if not where.exists():
         return False
     try:

@@ -58,12 +58,12 @@ class StageRecord:
     state: StageState = "not begun"
     sentence: str = ""
     exit_code: int | None = None
-    seconds: float = 0.0  # over all sittings
+    seconds: float = 0.0  # over all sessions
     sittings: int = 0
     key: str | None = None
     made: str | None = None
     gates: list[dict[str, Any]] = field(default_factory=list)
-    ran_before: bool = False  # unchanged since an earlier sitting
+    ran_before: bool = False  # unchanged since an earlier session
 
 
 class PipelineRecord:
@@ -238,7 +238,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def pass_gates(stage: Stage, record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
-    """0 where all hold. They are asked anew in every sitting: a model may have been damaged since."""
+    """0 where all hold. They are asked anew in every session: a model may have been damaged since."""
     found = [check_gate(gate, stage, record, processes) for gate in stage.gates if processes.interrupted is None]
     if processes.interrupted is not None:  # an answer that was cut short is none
         return 0

@@ -58,7 +58,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         self.trained: set[int] = set()
         self.dropped: dict[int, list[str]] = {}
         self._of_draws: list[Verdict] = []
-        self._told = False  # the first verdicts of a sitting on a rollout that was drawn ahead are written down
+        self._told = False  # the first verdicts of a session on a rollout that was drawn ahead are written down
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._under_way: tuple[int, int, str, LogprobFloor, Future[Any]] | None = None
         device = collector.sampler.engine.weights.device if self.on else torch.device("cpu")
@@ -166,7 +166,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         return found | {"sampling/effective_sample_size": effective_share(weights),
                         "sampling/truncated_ratio": float((weights >= self.config.importance_sampling_cap).float().mean())}
 
-    # ---------------------------------------------------------------- over sittings
+    # ---------------------------------------------------------------- over sessions
 
     def facts(self) -> dict[str, Any]:
         """Record of the waiting rollout in a checkpoint: all of it."""

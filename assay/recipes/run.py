@@ -45,7 +45,7 @@ WORTH_SAYING = 60.0  # seconds of loop; shorter ones say nothing of how it would
 FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
-# How long to go on, and where, may change between sittings; what is learned, and from what, may not.
+# How long to go on, and where, may change between sessions; what is learned, and from what, may not.
 FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "replica_steps", "out", "remote", "json", "resume",
         "probe_samples", "witness", "early_stopping_patience", "early_stopping_threshold", "track", "track_checkpoints", "quiet"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
@@ -101,7 +101,7 @@ class TimeSpent:
 
 
 class SaveCost:
-    """How long the loop of one sitting stood still for its checkpoints. What a proof takes beside the loop is not in it."""
+    """How long the loop of one session stood still for its checkpoints. What a proof takes beside the loop is not in it."""
 
     def __init__(self) -> None:
         self.begin()
@@ -148,14 +148,14 @@ class Run:
         self.interrupted: int | None = None
         self.going_on_from = 0
         self._told = 0.0  # when progress was told last
-        self._paced: tuple[int, float] | None = None  # the first step of this sitting that was told, and when
+        self._paced: tuple[int, float] | None = None  # the first step of this session that was told, and when
         self.needed: set[str] = set()  # digests that retention may not delete
         self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self._tidying: Future[None] | None = None
-        self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
+        self._replaying: set[Path] = set()  # kept steps that a proof of this session replays
         self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
         self.close_records: Callable[[], None] = lambda: None  # and ends their thread
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
@@ -544,7 +544,7 @@ def rewrite_json_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _settle_config(path: Path, config: Any) -> bool:
-    """Write the configuration once; a later sitting must be the same run. Returns whether there was an earlier one."""
+    """Write the configuration once; a later session must be the same run. Returns whether there was an earlier one."""
     import yaml
 
     values = plain(dataclasses.asdict(config))

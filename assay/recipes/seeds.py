@@ -297,7 +297,7 @@ class Record:
 
 
 def _number(ending: Ending, score: Estimate | None) -> float:
-    """A run that was stopped may have a score of an earlier sitting: it is not how it ended."""
+    """A run that was stopped may have a score of an earlier session: it is not how it ended."""
     return score.mean if score is not None and ending.exit_code in (0, 3) else math.nan
 
 

@@ -184,7 +184,7 @@ def store_teacher_answers(folder: Path, config: Distill, student: Student, batch
 
 
 def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str], None]) -> None:
-    """A checkpoint at `where`, proven, that says whose layers it has. One that an earlier sitting made must be the same."""
+    """A checkpoint at `where`, proven, that says whose layers it has. One that an earlier session made must be the same."""
     kept = kept_layers(teacher.config.depth, layers)
     made = {"made_of": {"weights": teacher.digest, "path": str(teacher.path.resolve()), "layers": kept}}
     if where.exists():

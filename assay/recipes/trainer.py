@@ -123,11 +123,11 @@ class Trainer:
         self.accumulate = self.sharded or accumulate_together(world, run.config.shards, self.model, objective, self.device)
         self.scaling = ScaledAccumulate(self.accumulate) if self.model.compute_dtype == torch.float16 else None
         self.accumulate = self.scaling or self.accumulate
-        self._scale_state: dict[str, Any] | None = None  # where the sitting begins
+        self._scale_state: dict[str, Any] | None = None  # where the session begins
         self.replay = StepReplay(run.config.replay_steps, self.accumulate, self.model, objective, micro)
         self._frozen_in_parts: list[Mapping[str, int]] = []
         self._shares = 0
-        self.start = self.done = 0  # steps taken before this sitting, and in all
+        self.start = self.done = 0  # steps taken before this session, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self.pace, self._looped = SavePace(), False
         self._saved_at = 0.0  # seconds of the run

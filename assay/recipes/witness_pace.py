@@ -1,4 +1,4 @@
-"""Pace of the witness: how much of a run's time replays may take. The first step of a sitting is always replayed; others as they fit."""
+"""Pace of the witness: how much of a run's time replays may take. The first step of a session is always replayed; others as they fit."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from assay.witness.replay import SAID
 
-WITNESS_SHARE = 0.02  # of the time that the sitting has taken so far: what all replays together may take beside it
+WITNESS_SHARE = 0.02  # of the time that the session has taken so far: what all replays together may take beside it
 FREE_SECONDS = 10.0  # that they may always take: of a small model a replay is a second
 REPLAY_SPEED = {"cpu": 2e10, "cuda": 2e13}  # operations a second, as long as no replay of the run has been timed
 

@@ -1,6 +1,6 @@
 """Witness records: the state before and after a few optimizer steps, kept beside the run for the witness to replay.
 
-Kept are the first step of each sitting, the last, and a few that the seed draws between them; of a large model on a GPU, whose state is
+Kept are the first step of each session, the last, and a few that the seed draws between them; of a large model on a GPU, whose state is
 gigabytes, the first and one that is drawn. The proof of the next checkpoint replays what is kept, in its fresh process and on the run's
 device (assay/witness/replay.py). What is not replayed is said, and why.
 """

@@ -49,7 +49,7 @@ class PipelineStory:
     wanted: str  # the file's own sentence
     stages: list[StageStory]
     remark: str | None = None
-    wall: float | None = None  # seconds by the clock, over all sittings
+    wall: float | None = None  # seconds by the clock, over all sessions
 
     @property
     def purposes(self) -> list[Verdict]:

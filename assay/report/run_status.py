@@ -61,7 +61,7 @@ def run_status(record: RunRecord) -> RunStatus:
 
 
 def last_results(record: RunRecord) -> list[dict[str, Any]]:
-    """The events with which the last sitting handed something over; none of a ledger that is damaged."""
+    """The events with which the last session handed something over; none of a ledger that is damaged."""
     return [] if record.damage else [event for event in _last_sitting(record) if event["kind"] in RESULT_EVENTS]
 
 
