@@ -1,4 +1,4 @@
-"""Files of rows mixed, split, rid of duplicates and looked at: every row stays the bytes that it was, and what was done is counted.
+"""Row files mixed, split, deduplicated and inspected: every row stays the bytes that it was, and what was done is counted.
 
 Rows of .jsonl files are copied as they stand; those of other kinds are written as JSON. What is written is written whole or not at all.
 """

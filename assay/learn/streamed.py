@@ -1,4 +1,4 @@
-"""Streamed model: a model that one process computes with alone and never holds whole: each matrix is fetched for its product and let go.
+"""Streamed model: a model that one process computes with alone and never holds whole: each matrix is fetched for its product and released.
 
 The matrices of the blocks' layers are fetched when their layer is called, on the way back once more (activations are made again there), and
 their gradients leave as soon as they are made. Embedding, head, norms and whatever is small stay. In between a matrix is not a number: what

@@ -1,4 +1,4 @@
-"""Quantised frozen weights (NF4, int8): codes and scales on the device, and a linear layer that makes its matrix anew at every use.
+"""Quantised frozen weights (NF4, int8): codes and scales on the device, and a linear layer that dequantises its matrix at every use.
 
 A row is cut into blocks of 64; a block has one scale and a code for each weight. NF4 (Dettmers et al., QLoRA, arXiv 2305.14314) has 16
 levels at the quantiles of a normal distribution, times the block's largest weight; int8 has 255 evenly spaced ones. What the codes

@@ -1,4 +1,4 @@
-"""Child runs: what a run in a process of its own says is written down and passed on; signals are handled, then as before.
+"""Child runs: the output of a run in a process of its own is logged and passed on, and signals are handled meanwhile.
 
 It loads no torch: a pipeline only starts processes.
 """

@@ -1,4 +1,4 @@
-"""Remote copy of a run at a URL: every checkpoint that stood its proof is sent beside the loop, and a fresh machine goes on from it.
+"""Remote copy of a run at a URL: every proven checkpoint is sent in the background, and a fresh machine resumes from it.
 
     URL/checkpoints/step-000100/…    as in the run's folder, manifest.json after the rest
     URL/records/step-000100/…        the run's own files (config.yaml, ledger.jsonl, metrics.jsonl, …) as of that checkpoint

@@ -1,4 +1,4 @@
-"""Witness of GRPO's evaluations: a few answers of every evaluation during the run, and of the gain at its end, are kept for the witness.
+"""Witness records of GRPO's evaluations: a few answers of every evaluation during the run, and of the gain at its end.
 
 What was evaluated at a step lies in that step's checkpoint, with whose proof the witness looks at it (assay/witness/due_looks.py).
 """

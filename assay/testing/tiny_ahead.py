@@ -1,4 +1,4 @@
-"""Tiny GRPO run one rollout off the policy, saved and gone on with once, with every check that watches staleness.
+"""Tiny GRPO run one rollout off the policy, saved and resumed once, with every check that watches staleness.
 
 Each stage is a function of this module, so that a fault can take its place: what the sampler is given and calls it, what it writes
 down, how it is corrected, and what a checkpoint keeps of what is in flight.

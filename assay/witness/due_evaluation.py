@@ -1,4 +1,4 @@
-"""Due evaluation: of a kept sample of an evaluation's examples, what their prompts, texts and scores must be, from options and files alone.
+"""Due evaluation: what the prompts, texts and scores of an evaluation's kept examples must be, from options and files alone.
 
     python -m assay.witness.due_evaluation evals/a cpu        one JSON line with three verdicts
 

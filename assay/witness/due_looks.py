@@ -1,4 +1,4 @@
-"""Due looks: of an evaluation that GRPO made during its run, or of the gain at its end, what prompts, texts and scores must be.
+"""Due evaluations of GRPO: what the prompts, texts and scores of an evaluation during the run, or of the gain at its end, must be.
 
 A record is `RUN/witness/eval-NAME/record.json`: which held-out prompts were asked, where the weights lie that answered, and a few of the
 prompts with their completions and scores. Everything else comes from config.yaml and the files: the held-out rows are worked out again and

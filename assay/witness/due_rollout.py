@@ -1,4 +1,4 @@
-"""Due rollout: from kept completions and rewards, the prompts that were due, the advantages, and what each token costs.
+"""Due rollout: the prompts that were due, the advantages, and the loss of each token, from kept completions and rewards.
 
 The completions, the log-probabilities that they were drawn with and their rewards are the run's own; everything made of them is
 worked out again, and the reference's log-probabilities come from the fork's bytes.
