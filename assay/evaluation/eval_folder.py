@@ -1,6 +1,6 @@
 """Evaluation folder: request.json says what was asked, scores.jsonl holds a line per example, eval.json what they come to.
 
-The same command goes on where it was killed. Another model, dataset, prompt or setting in the same folder is refused.
+The same command resumes where it was killed. Another model, dataset, prompt or setting in the same folder is refused.
 """
 
 import contextlib

@@ -181,7 +181,7 @@ def naive_loss(model: Transformer, batch: Batch) -> Tensor:
     def row_logprobs(states_TD: Tensor, tokens_T: Tensor) -> Tensor:
         return model.logits(states_TD[:-1]).float().log_softmax(-1).gather(-1, tokens_T[1:, None]).squeeze(-1)
 
-    # A row at a time, its logits made again on the way back: of 151,936 ids those of four rows alone would take ten gigabytes.
+    # A row at a time, its logits recomputed in the backward pass: of 151,936 ids those of four rows alone would take ten gigabytes.
     rows = zip(states, batch.tokens, strict=True)
     taken = [checkpoint(row_logprobs, *row, use_reentrant=False, preserve_rng_state=False) for row in rows]
     return -(torch.stack(taken) * batch.weight[:, 1:]).sum() / batch.weight.sum()

@@ -168,7 +168,7 @@ def is_uncompiled() -> bool:
 def fp32_uncompiled(*models: Transformer) -> Iterator[None]:
     """The models compute in fp32 and uncompiled inside the block: two ways to compute one thing then hardly differ by rounding.
 
-    On a GPU activations are made again on the way back, which changes no bit: in fp32 they, and the frozen weights that each layer
+    On a GPU activations are recomputed in the backward pass, which changes no bit: in fp32 they, and the frozen weights that each layer
     widens for itself, would take several times what the run itself takes.
     """
     kept = [(model.compute_dtype, model.recompute) for model in models]

@@ -138,7 +138,7 @@ def refuse_far_codes(name: str, weight: Tensor, made: Tensor, kind: QuantisedKin
 
 
 class QuantisedLinear(Linear):
-    """A frozen linear layer whose matrix is made anew at every use, on the way there and on the way back."""
+    """A frozen linear layer whose matrix is dequantised at every use, in the forward and in the backward pass."""
 
     def __init__(self, matrix: QuantisedMatrix, bias: nn.Parameter | None):
         nn.Module.__init__(self)
@@ -216,7 +216,7 @@ def _product(x: Tensor) -> Any:
 
 
 def quantised_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, back: bool) -> Tensor:
-    """x Wᵀ + bias, or on the way back x W."""
+    """x Wᵀ + bias, or in the backward pass x W."""
     weight = dequantised(QuantisedMatrix(codes, scale)).to(x.dtype)
     return x @ weight if back else F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -177,7 +177,7 @@ def stopping_rule(patience: int, worth: float, *, schedule: str, steps: int | No
 class EarlyStopping:
     """Early stopping, only where a run's evaluations show that it improves no more, and their noise lets that be seen.
 
-    Those at multiples of `every` count, so that they lie evenly. The rule is held against their noise once, just before it may stop.
+    Those at multiples of `every` count, so that they lie evenly. The rule is compared with their noise once, just before it may stop.
     Without a `rule` a run is never stopped.
     """
 

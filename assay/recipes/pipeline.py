@@ -1,8 +1,8 @@
 """Pipeline: stages run in their order, each a process of its own, with gates between them; what is unchanged is not run again.
 
 `OUT/NAME` is what the stage NAME wrote and `OUT/logs/NAME.log` what it said. `OUT/pipeline.json` records how each stands, with the digests
-of what it read and made, and `OUT/pipeline.jsonl` is the ledger. The same command goes on where it stopped; what another command
-made in a stage's place is moved to `OUT/earlier`, and nothing is deleted.
+of what it read and made, and `OUT/pipeline.jsonl` is the ledger. The same command resumes where it stopped; what another command made in a
+stage's place is moved to `OUT/earlier`, and nothing is deleted.
 """
 
 import contextlib

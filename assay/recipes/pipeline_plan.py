@@ -44,7 +44,7 @@ class StageKind:
     files: tuple[str, ...] = ()  # options that name files, or folders that are no models
     models: tuple[str, ...] = ()  # options that name models
     model: str | None = None  # where in its folder the model lies that it hands over; "": the folder itself
-    goes_on: bool = False  # the same command goes on in the folder that it left; others want none there
+    goes_on: bool = False  # the same command resumes in the folder that it left; others want none there
     prints: bool = False  # what it finds is the JSON that it prints, which is kept
     suffix: str = ""  # of what it writes
 

@@ -137,8 +137,8 @@ def check_world_parity(accumulate: Accumulate, batch: Batch, micro: int) -> list
 
 
 def check_sharding(sharded: ShardedModel, batch: Batch, micro: int) -> list[Verdict]:
-    """One process's loss and gradients of a batch; then the model is cut into parts, and what all processes make of the same batch is held
-    against it. What was cut is, put together again, what it was: weights, moments and average."""
+    """One process's loss and gradients of a batch; then the model is cut into parts, and what all processes make of the same batch is
+    compared with it. What was cut is, put together again, what it was: weights, moments and average."""
     weight = float(batch.weight.sum())
     compute = partial(_loss_of, loop.accumulated, sharded.model, sharded.objective, batch, micro, weight)
     alone, plain = loss_gradients(sharded.model, compute, backward=False)

@@ -130,7 +130,7 @@ def check_pinned(reference: Reference, step: int) -> Verdict:
 
 
 def check_same_reference(reference: Reference, recorded: Mapping[str, Any] | None) -> Verdict:
-    """A run that goes on is pulled towards what it was pulled towards. `recorded` stands in the checkpoint that it goes on from."""
+    """Check that a resumed run is pulled towards the same reference as before. `recorded` stands in the checkpoint that it resumes from."""
     if recorded is None or recorded["step"] != reference.step:
         return proven("same reference", f"step {reference.step}, weights {reference.digest[:12]}", weights=reference.digest)
     words = f"step {reference.step} holds {reference.digest[:12]}, the run was pulled towards {recorded['weights'][:12]}"

@@ -297,7 +297,7 @@ class Run:
 
     @property
     def busy_beside(self) -> bool:
-        """A checkpoint is being written or proven, or waits for its proof, while the loop goes on."""
+        """Whether a checkpoint is being written or proven, or waits for its proof, while the loop goes on."""
         return self._saver.busy or self._prover.busy
 
     def check(self) -> None:

@@ -262,7 +262,7 @@ def ending_in_words(code: int, tail: list[str]) -> str:
 
 
 class Record:
-    """seeds.json: how each seed ended, written whenever one does, so that a set goes on where it was interrupted."""
+    """seeds.json: how each seed ended, written whenever one does, so that a set resumes where it was interrupted."""
 
     def __init__(self, plan: Plan):
         self.plan, self.path, self.endings = plan, Path(plan.out) / "seeds.json", dict[int, Ending]()

@@ -1,8 +1,8 @@
 """Compressed-tensors folders: matrices in FP8 or few-bit integers with their scales, as vLLM and transformers load them.
 
-Weights are rounded to the nearest code, with one scale for each row (fp8, w8a8) or for each group of a row (w4a16); nothing is
-calibrated. Norms, embeddings, biases and the head stay as they are. What a folder says of its matrices in `quantization_config` is held
-against what it stores: a layer that is not in codes, or whose scales are lost or of another shape, is refused.
+Weights are rounded to the nearest code, with one scale for each row (fp8, w8a8) or for each group of a row (w4a16); nothing is calibrated.
+Norms, embeddings, biases and the head stay as they are. What a folder says of its matrices in `quantization_config` is compared with what
+it stores: a layer that is not in codes, or whose scales are lost or of another shape, is refused.
 """
 
 import re

@@ -159,7 +159,7 @@ def _bounded(chunks: Iterator[bytes], wheel: Wheel) -> Iterator[bytes]:
 
 
 def _fetch_hub(name: str) -> Path:
-    """A folder of what a model needs and what cannot run code. An interrupted download goes on where it was."""
+    """A folder of what a model needs and what cannot run code. An interrupted download resumes where it was."""
     place = _place(name)
     assert place is not None
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):

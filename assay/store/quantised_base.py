@@ -1,4 +1,4 @@
-"""Quantised base: a model's matrices rounded to nf4, int8 or bf16 as they are read, each held against its file; and their digest."""
+"""Quantised base: a model's matrices rounded to nf4, int8 or bf16 as they are read, each compared with its file; and their digest."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

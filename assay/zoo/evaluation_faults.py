@@ -106,7 +106,7 @@ def write_witnessed_evaluation(folder: Path, plant: Plant = nothing) -> None:
 
 
 def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
-    """The second is held against the first one's record of what it was asked."""
+    """The second is compared with the first one's record of what it was asked."""
     data = write_examples(folder / "test.jsonl", _ROWS)
     an_evaluation(folder, nothing)
     recorded = json.loads((folder / "out" / "eval.json").read_text())["dataset"]
