@@ -112,7 +112,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluate()
-                compare_with_parent(config, trainer, evaluator, lessons, start, own_words)
+                compare_before_start(config, trainer, evaluator, lessons, start, own_words)
 
             trainer.start_loop(lessons.facts(trainer.done), data.rows)
             with closing(trainer.steps(taught_batches(run, trainer.done, lessons, own_words))) as steps:
@@ -139,10 +139,10 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
         return hand_over_student(trainer, evaluator, lessons, start, check_budget(trainer.schedule, trainer.done, early.reason))
 
 
-def compare_with_parent(config: Distill, trainer: Trainer, evaluator: HeldOutEvaluator, lessons: "Lessons", start: StartingModel,
-                        own_words: OnPolicy | None) -> None:
+def compare_before_start(config: Distill, trainer: Trainer, evaluator: HeldOutEvaluator, lessons: "Lessons", start: StartingModel,
+                         own_words: OnPolicy | None) -> None:
     """Compare the student with its parent before step 1: the loss of the first batch, a fork's held-out loss, and how far the student is
-    from its teacher. The first batch of an on-policy run is the student's own, so its loss has no counterpart in the parent.
+    from its teacher. Where the first batch is the student's own (--on-policy), its loss has no counterpart in the parent.
     """
     run, teacher = trainer.run, lessons.teacher
     if own_words is None or not own_words.due(0):
