@@ -136,7 +136,7 @@ def evaluate(path: str | Path, *, out: str | Path, **options: Any) -> "Evaluatio
 
 
 def compare(*results: str | Path, **options: Any) -> "list[Comparison]":
-    """What two or more results show of each other: evaluation folders, or NAME=FOLDER,FOLDER for several runs of one recipe."""
+    """Compare two or more results: evaluation folders, or NAME=FOLDER,FOLDER for several runs of one recipe."""
     from assay.comparison.pairwise import compare as compare_arms
     from assay.verbs import compare as verb
 
@@ -160,7 +160,7 @@ def publish(path: str | Path, *, to: str | Path, **options: Any) -> "Published":
 
 
 def verify(path: str | Path, **options: Any) -> "list[Verdict]":
-    """What was downloaded, hashed against manifest, hallmark, publication and signature."""
+    """Verify a downloaded model: hash it against manifest, hallmark, publication and signature."""
     from assay.verbs import verify as verb
 
     return verb.verify_published(from_mapping(verb.FLAGS, {"path": str(path), **options}, where="assay.verify"))
@@ -231,7 +231,7 @@ def _print_line(text: str) -> None:
 
 
 def _keep_silent(_: str) -> None:
-    """What is not said stands in the ledger."""
+    """Print nothing: what is not printed stands in the ledger."""
 
 
 def _with_signature(function: Callable[..., Any], cls: type) -> None:

@@ -136,7 +136,7 @@ def run(argv: list[str]) -> int:
 
 
 def _print_nothing_more() -> None:
-    """What is still in the buffer goes nowhere, instead of failing once more when the process ends."""
+    """Discard what is still in the output buffer, instead of failing once more when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -168,7 +168,7 @@ def _dispatch(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _proofs_ready(verb: str, device: str | None) -> Iterator[None]:
-    """Of a verb that saves: the processes that will prove its checkpoints import what they need while it imports and opens its own."""
+    """Start the proving processes early, for a verb that saves: they import what they need while the verb imports and opens its own."""
     if verb not in _RECIPES - {"ttt"} or os.environ.get("RANK", "0") != "0":
         yield
         return

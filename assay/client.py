@@ -35,7 +35,7 @@ class ClientTrajectory:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request that belongs to it."""
+        """HTTP headers of every request that belongs to this trajectory."""
         return {"X-Assay-Trajectory": self.id}
 
 
@@ -82,5 +82,5 @@ def _finite(reward: Any, name: str) -> float:
 
 def trajectory(url: str, reward: float | Callable[[ClientTrajectory], float] | None = None,
                token: str | None = None) -> contextlib.AbstractContextManager[ClientTrajectory]:
-    """As `Policy(url, token).trajectory(reward)`."""
+    """Open a trajectory on the server at `url`: `Policy(url, token).trajectory(reward)` in one call."""
     return Policy(url, token).trajectory(reward)

@@ -164,7 +164,7 @@ def _parser(cls: type, prog: str, examples: str, config_file: bool) -> argparse.
 
 
 def _usage(action: argparse.Action) -> str:
-    """What the usage line says of an argument: its place, a required flag with its value, nothing of the rest."""
+    """Usage line's part of an argument: its place, a required flag with its value, nothing of the rest."""
     if not action.option_strings:
         more = f" [{action.dest} …]" if action.nargs in ("+", "*") else ""
         return f"[{action.dest}{more}]" if action.nargs in ("?", "*") else f"{action.dest}{more}"
@@ -209,7 +209,7 @@ def _sentence(field: dataclasses.Field) -> str:
 
 
 def _shown_default(value: Any) -> str:
-    """As one would type it. 0 and False are defaults like any other."""
+    """Default value as one would type it. 0 and False are defaults like any other."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
@@ -283,7 +283,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _require_text(value: str, where: str) -> None:
-    """What no file name and no terminal can hold is refused here, not where it first does harm."""
+    """Refuse text that no file name and no terminal can hold here, not where it first does harm."""
     try:
         if b"\0" not in os.fsencode(value):
             return
@@ -323,7 +323,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def named_options(values: Any, *, where: str) -> dict[str, Any]:
-    """What a YAML file gives, by the fields' names: `from` is no name for a field, and `max-length` is `max_length`."""
+    """Options of a YAML file by the fields' names: `from` is no name for a field, and `max-length` is `max_length`."""
     if not isinstance(values, dict):
         raise UsageError(f"{where}: expected a mapping of options, found {type(values).__name__}")
     named: dict[str, Any] = {}

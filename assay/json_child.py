@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 
 class JsonChild:
-    """Started by `start`; after an answer that did not come, `stop` ends it and says how it had ended."""
+    """Child process that speaks JSON lines. Started by `start`; after an answer that did not come, `stop` ends it and says how it had
+    ended."""
 
     def __init__(self, script: Path, argument: str, environment: Mapping[str, str] | None = None) -> None:
         self.script, self.argument, self.environment = script, argument, environment or {}
@@ -49,14 +50,14 @@ class JsonChild:
             raise
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
-        """What it says unasked, once it is ready; None where it died or said nothing within `seconds`."""
+        """First message of the process, once it is ready; None where it died or said nothing within `seconds`."""
         try:
             return self._answer(time.monotonic() + seconds)
         except TimeoutError:
             return None
 
     def stop(self) -> int:
-        """Kills it and whatever it has started, and returns its status: one that was dead already has kept its own."""
+        """Kill the process and whatever it has started, and return its status: one that was dead already has kept its own."""
         self.kill()
         process, self.process, self._unread = self.process, None, b""
         if process is None:
@@ -67,7 +68,7 @@ class JsonChild:
         return process.wait()
 
     def kill(self) -> None:
-        """Without a wait: where several end, all are told before the first is waited for."""
+        """Kill the process group without waiting: where several end, all are told before the first is waited for."""
         process = self.process  # another thread may stop it meanwhile
         with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems say so of a group that is dead
             if process is not None:
@@ -116,7 +117,7 @@ def private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def request_lines(requests: BinaryIO) -> Iterator[bytes]:
-    """Without an end: where the requests end, the process ends, with whatever was started in it."""
+    """Request lines, an iterator that does not end: where the requests end, the process ends, with whatever was started in it."""
     waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

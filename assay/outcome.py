@@ -24,7 +24,7 @@ class RunOutcome:
 
     @property
     def standing(self) -> Outcome:
-        """Of all verdicts but those that only an optional part could have given."""
+        """Overall outcome of all verdicts but those that only an optional part could have given."""
         return overall(without_optional(self.verdicts))
 
     @property
@@ -38,7 +38,7 @@ class RunOutcome:
         return "\n".join(f"  {verdict}" for verdict in self.verdicts)
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it came to, the figures, and every verdict."""
+        """HTML for notebooks: the outcome, the figures, and every verdict."""
         state = f"interrupted by signal {self.interrupted}" if self.interrupted is not None else str(self.standing)
         head = f"<b>{escape(state)}</b> <code>{escape(str(self.model or self.folder))}</code>"
         figures = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in self.results.items())

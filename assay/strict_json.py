@@ -115,7 +115,7 @@ def open_regular(path: Path, error: type[AssayError] = ArtifactError) -> Iterato
 
 @contextlib.contextmanager
 def as_artifact_error(path: Path, error: type[AssayError] = ArtifactError) -> Iterator[None]:
-    """What cannot be read is refused like what reads wrong."""
+    """Turn what cannot be read into the same refusal as what reads wrong."""
     try:
         yield
     except (OSError, ValueError) as reason:  # ValueError: a NUL in the path
@@ -152,7 +152,7 @@ def _finite_float(text: str) -> float:
 
 
 def _require_depth(value: Any, most: int | None = None) -> None:
-    """Level by level; with `most`, so many nodes are counted, each as often as it stands in the document."""
+    """Require a bounded depth, level by level; with `most`, so many nodes are counted, each as often as it stands in the document."""
     level, counted = [value], 0
     for _ in range(DEPTH_LIMIT):
         level = [child for parent in level if isinstance(parent, dict | list)
@@ -185,7 +185,7 @@ def _yaml_loader() -> Any:
 
 
 def _short(reason: Exception) -> str:
-    """Without the offending document, which a UnicodeDecodeError or a long key would repeat in full."""
+    """Error message without the offending document, which a UnicodeDecodeError or a long key would repeat in full."""
     return (" ".join(str(reason).split()) or type(reason).__name__)[:200]
 
 
@@ -193,7 +193,7 @@ def _short(reason: Exception) -> str:
 
 
 def _misfit(value: Any, shape: Shape, at: str) -> str | None:
-    """What is amiss first, and where in the document; None where nothing is."""
+    """First mismatch with the shape, and where in the document; None where there is none."""
     if isinstance(shape, tuple):
         return None if any(_misfit(value, one, at) is None for one in shape) else _unlike(value, shape, at)
     if isinstance(shape, list) and isinstance(value, list):

@@ -35,7 +35,7 @@ def refuted(check: str, reason: str, **evidence: Any) -> Verdict:
 
 
 def unproven(check: str, reason: str, **evidence: Any) -> Verdict:
-    """For a check that did not run: `reason` says why, and what would let it run."""
+    """UNPROVEN verdict of a check that did not run: `reason` says why, and what would let it run."""
     return Verdict(check, Outcome.UNPROVEN, reason, evidence)
 
 
@@ -48,5 +48,5 @@ def overall(verdicts: Iterable[Verdict]) -> Outcome:
 
 
 def without_optional(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """All but what only an optional library could have checked."""
+    """Verdicts but for those that only an optional library could have checked."""
     return [v for v in verdicts if not (v.outcome is Outcome.UNPROVEN and v.evidence.get("optional"))]

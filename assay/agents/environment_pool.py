@@ -94,11 +94,11 @@ class EnvironmentPool:
         return {episode: [reply.reward for _, reply in self._lives[episode].played[1:] if reply.error is None] for episode in episodes}
 
     def over(self, episodes: Sequence[str]) -> list[str]:
-        """Those whose environment said last that they are done."""
+        """Episodes whose environment said last that they are done."""
         return [episode for episode in episodes if self._lives[episode].played[-1][1].done]
 
     def drill(self) -> EnvironmentReply:
-        """What comes back for a step that is known to raise."""
+        """Reply to a step that is known to raise."""
         return _reply(self._workers[0].ask({"do": "drill"}))
 
     def close(self, episodes: Iterable[str]) -> None:
@@ -125,7 +125,7 @@ class EnvironmentPool:
         return reply
 
     def _played_again(self, episode: str) -> EnvironmentReply | None:
-        """None where every reply was what it had been."""
+        """Replay an episode; None where every reply was what it had been."""
         life, worker = self._lives[episode], self._worker(episode)
         for message, before in life.played:
             asked = {"do": "open", "seed": life.seed} if message is None else {"do": "step", "message": message}

@@ -19,7 +19,7 @@ TRUTHS = ("bool", "bool_")  # Python's and numpy's, by the names of their types
 
 
 class TookTooLongError(BaseException):
-    """Not an Exception: an environment that catches those must not catch this."""
+    """Timeout of an environment; not an Exception: an environment that catches those must not catch this."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ class OpenEnvEnvironment:
 
 
 def answer_of_call(observation: Mapping[str, Any]) -> str:
-    """What a tool returned, as text; ToolError with its words where it failed, DataError where the server did."""
+    """Result of a tool as text; ToolError with its message where it failed, DataError where the server did."""
     if (error := observation.get("error")) is not None:
         if error.get("error_type") not in ANSWERED_FAULTS:
             raise DataError(f"the server could not call {observation.get('tool_name')}: {error.get('error_type')}: {error.get('message')}")

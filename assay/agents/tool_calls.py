@@ -78,7 +78,7 @@ def call_id(address: str, number: int) -> str:
 
 
 def format_for(template: str | None, name: str | None = None) -> ToolFormat:
-    """By name, or the one that the chat template speaks; Hermes' where there is no sign of any."""
+    """Tool-call format by name, or the one that the chat template uses; Hermes' where the template shows none."""
     if name is not None:
         if name not in TOOL_FORMATS:
             raise UsageError(f"--tool-format {name!r}; expected one of {', '.join(TOOL_FORMATS)}")
@@ -105,7 +105,7 @@ def parse_hermes(text: str) -> ParsedTurn:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """What stands up to the end of the thinking, and what follows it. Its beginning may be the template's; without an end it is all."""
+    """Split a text at the end of the thinking. Its beginning may be the template's; without an end all of it is thinking."""
     if "</think>" in text:
         end = text.rindex("</think>") + len("</think>")
     else:
@@ -314,7 +314,7 @@ def leading_json(text: str) -> int:
 
 
 def as_json(value: Any) -> str:
-    """As chat templates write it: letters beyond ASCII as they are."""
+    """JSON as chat templates write it: letters beyond ASCII are not escaped."""
     return json.dumps(value, ensure_ascii=False)
 
 

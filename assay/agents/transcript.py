@@ -38,7 +38,7 @@ class Transcript:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Those in which a turn was sampled, each up to the last one: what nobody has answered is not trained on."""
+        """Sequences in which a turn was sampled, each up to the last one: what nobody has answered is not trained on."""
         return tuple(in_one_row(pieces[:-_unanswered(pieces) or None]) for pieces in self._sequences if _unanswered(pieces) < len(pieces))
 
     def say(self, completion: Completion, message: ChatMessage) -> None:
@@ -106,7 +106,8 @@ class ChatWriter:
         return [str(whole) if isinstance(whole, DataError) else None for whole in texts]
 
     def rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
-        """With the beginning of the next turn; a conversation that the template does not take is a DataError."""
+        """Conversations rendered by the chat template, each with the beginning of the next turn; one that the template does not take is a
+        DataError."""
         found = []
         for text in self._rendered(conversations):
             if isinstance(text, DataError):

@@ -54,7 +54,7 @@ class VerifiersEpisode:
         threading.Thread(target=self._run, daemon=True).start()
 
     def next_question(self) -> list[dict[str, Any]] | None:
-        """What the policy is shown next; None where the episode is over and `reward` is known."""
+        """Messages that the policy is shown next; None where the episode is over and `reward` is known."""
         found = self.asked.get()
         if isinstance(found, BaseException):
             raise DataError(f"verifiers: {type(found).__name__}: {found}") from found
@@ -162,7 +162,7 @@ def openai_tool(tool: Any) -> dict[str, Any]:
 
 
 class HeardErrors(logging.Handler):
-    """What the package's loggers say at level ERROR, of this thread, inside the block."""
+    """Messages of the package's loggers at level ERROR, of this thread, inside the block."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -27,7 +27,7 @@ LARGEST_SAMPLE = 64 << 20  # bytes of one member of an archive
 
 
 def read_foreign(path: Path, metric: str | None, lower_is_better: bool | None) -> list[Arm | Series] | None:
-    """What another tool wrote there, or None where it is no log that is known here."""
+    """Read another tool's log, or None where it is no log that is known here."""
     if path.is_dir():
         return _read_folder(path, metric, lower_is_better)
     if path.suffix == ".eval":

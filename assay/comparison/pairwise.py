@@ -106,7 +106,7 @@ def compare(arms: Sequence[Arm], *, level: float = 0.05) -> list[Comparison]:
 
 
 def arm_summary(arm: Arm) -> str:
-    """What an arm shows by itself: a number with its interval, or why a mean is no summary."""
+    """Summary of one arm by itself: a number with its interval, or why a mean is no summary."""
     values = np.array([run.score for run in arm.runs])
     modes = _modes(arm, values)
     if modes is not None and values.size > 1:
@@ -179,7 +179,7 @@ def _of_problems(before: Arm, after: Arm) -> ArmEffect:
 
 
 def _of_collapses(before: Arm, after: Arm, old: SeedsVerdict | None, new: SeedsVerdict | None) -> ArmEffect:
-    """Where seeds part into two modes a mean is not a summary: what differs is how often a run collapses."""
+    """Effect on how often a run collapses: where seeds part into two modes a mean is not a summary."""
     bad = [0 if one is None else len(one.collapsed) for one in (old, new)]
     effect = counts_effect(bad[1], len(after.runs), bad[0], len(before.runs))
     notes = [f"{arm.name}: {one.sentence}" for arm, one in ((before, old), (after, new)) if one is not None and one.collapsed]
@@ -196,7 +196,7 @@ def _modes(arm: Arm, values: Array) -> SeedsVerdict | None:
 
 
 def refuse_unlike(before: Arm, after: Arm) -> None:
-    """Two arms are compared on the same metric, data and problems, or not at all."""
+    """Refuse to compare two arms unless metric, data and problems are the same."""
     both = f"{after.name} and {before.name}"
     if before.metric != after.metric:
         raise DataError(f"{both}: the one is {after.metric!r}, the other {before.metric!r}; compare one metric, named with --metric")
@@ -222,7 +222,8 @@ def _asked_otherwise(before: Arm, after: Arm) -> list[str]:
 
 
 def _same_weights_asked_twice(before: Arm, after: Arm) -> bool:
-    """Some weights stand on both sides, asked with another sampling, template, stop or seed. Another number format alone is fair."""
+    """Whether the same weights stand on both sides, asked with another sampling, template, stop or seed. Another number format alone is
+    fair."""
     shared = {run.weights for run in before.runs} & {run.weights for run in after.runs} - {""}
     old, new = before.data.get("how", {}), after.data.get("how", {})
     otherwise = {key for key in old.keys() & new.keys() if old[key] != new[key]}
@@ -230,7 +231,7 @@ def _same_weights_asked_twice(before: Arm, after: Arm) -> bool:
 
 
 def per_completion_p(before: Arm, after: Arm) -> float | None:
-    """What a test would say that takes every completion for independent: shown only where asked, and struck through."""
+    """p-value of a test that takes every completion for independent: shown only where asked, and struck through."""
     old, new = (np.array([score for run in arm.runs for samples in run.scores.values() for score in samples]) for arm in (before, after))
     if min(old.size, new.size) < 2 or not (np.isfinite(old).all() and np.isfinite(new).all()):
         return None

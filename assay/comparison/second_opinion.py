@@ -48,7 +48,8 @@ def _impossible(one: Comparison, level: float) -> list[str]:
 
 
 def check_summaries(summaries: Sequence[tuple[Arm, str]], *, told: bool) -> Verdict:
-    """What is said of each arm by itself, where it is one run of several problems; and which way is better, where nobody `told` it."""
+    """Check what is said of each arm by itself, where it is one run of several problems; and which way is better, where nobody `told`
+    it."""
     wrong = []
     for arm, words in summaries:
         for word, lower in KNOWN_DIRECTIONS.items():
@@ -103,7 +104,7 @@ def _per_completion(old: Sequence[float], new: Sequence[float]) -> float | None:
 
 
 def _misspelled(one: Comparison, facts: Mapping[str, Any]) -> list[str]:
-    """What is printed, against what was found."""
+    """Differences between what is printed and what was found."""
     where = f" on {one.group}" if one.group else ""
     finite = [value if np.isfinite(value) else None for value in (one.effect.low, one.effect.high)]
     struck = None if one.per_completion_p is None else {"p": one.per_completion_p, "valid": False}
@@ -118,7 +119,7 @@ def _misspelled(one: Comparison, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _unlike_scipy(one: Comparison, arms: dict[tuple[str, str], Arm], together: int) -> list[str]:
-    """Only where both arms are one run of the same problems."""
+    """Differences from scipy's result; only where both arms are one run of the same problems."""
     pair = [arms.get((name, one.group)) for name in (one.before, one.after)]
     before, after = pair
     if before is None or after is None or len(before.runs) != 1 or len(after.runs) != 1 or before.tally or not before.has_problems:

@@ -65,7 +65,7 @@ class Trend:
 
 
 def trend(series: Series, *, level: float = 0.05) -> Trend:
-    """By Mann–Kendall's test, two-sided, on the means of at most 20 blocks of neighbouring steps."""
+    """Trend of a series by Mann–Kendall's test, two-sided, on the means of at most 20 blocks of neighbouring steps."""
     means = np.array([np.mean(scores) for scores in series.history])
     blocks = np.array([block.mean() for block in np.array_split(means, min(BLOCKS, means.size))])
     up, down = mann_kendall_p(blocks), mann_kendall_p(-blocks)
@@ -78,7 +78,8 @@ def trend(series: Series, *, level: float = 0.05) -> Trend:
 
 
 def _noise(means: Array) -> float | None:
-    """From second differences: a straight course has none, and independent scatter gives them 6 times its variance."""
+    """Standard deviation of the noise, from second differences: a straight course has none, and independent scatter gives them 6 times its
+    variance."""
     if means.size < FEWEST_TO_SEE_NOISE:
         return None
     return float(np.sqrt((np.diff(means, n=2) ** 2).mean() / 6))

@@ -52,7 +52,8 @@ class WeightsDiff:
 
 
 def diff_weights(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> WeightsDiff:
-    """Under whatever names the caller compares; a name that only one has is said, and so is another shape."""
+    """Compare two sets of weights under whatever names the caller gives them; a name that only one has is listed, and so is a different
+    shape."""
     both = [name for name in a if name in b]
     fitting = [name for name in both if a[name].shape == b[name].shape]
     found = sorted((tensor_diff(name, a[name], b[name]) for name in fitting), key=lambda one: (-one.relative, one.name))
@@ -95,6 +96,6 @@ def weights_diff_json(found: WeightsDiff) -> dict[str, Any]:
 
 
 def _rounding(wide_a: Tensor, wide_b: Tensor, a: Tensor, b: Tensor) -> float:
-    """What storing does to an element, root mean square, in the coarser of the two dtypes."""
+    """Rounding error of storing an element, root mean square, in the coarser of the two dtypes."""
     unit = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps) / 2
     return unit * float(torch.maximum(wide_a.abs(), wide_b.abs()).square().mean().sqrt())

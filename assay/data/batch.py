@@ -57,7 +57,7 @@ class Batch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor) and name != "starts"}
 
     def seen(self) -> "Batch":
-        """What a model sees of it, and nothing of what is made of that."""
+        """Batch reduced to the streams that a model reads, without those that only the loss uses."""
         return Batch(self.tokens, torch.zeros_like(self.weight), self.documents, self.positions, starts=self.starts)
 
     def split(self, rows: int) -> Iterator["Batch"]:

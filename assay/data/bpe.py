@@ -31,7 +31,7 @@ COMPRESSION_SHARE, COMPRESSION_BYTES = 0.05, 4 << 20  # share of documents kept 
 
 @dataclass(frozen=True)
 class Compression:
-    """Of each document that was not trained on."""
+    """Bytes and tokens of each document that the tokenizer was not trained on."""
 
     bytes: list[int]
     tokens: list[int]
@@ -88,7 +88,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def refuse_lossy(tokenizer: Tokenizer) -> None:
-    """Before it is written: a known text comes back from its ids, letter for letter, and a text has an end."""
+    """Refuse a tokenizer before it is written unless a known text comes back from its ids, letter for letter, and a text has an end."""
     if (found := tokenizer.decode(tokenizer.encode(KNOWN_TEXT))) != KNOWN_TEXT:
         raise GuardStop(f"tokenizer: {KNOWN_TEXT!r} comes back from its ids as {found!r}; it is not written")
     if tokenizer.eos is None:

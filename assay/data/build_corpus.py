@@ -34,7 +34,7 @@ _EDGE = 8  # ids at the end of a cut text that may differ from the document's
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """Everything that decides what a corpus will hold, but for the texts and the tokenizer."""
+    """Settings that decide what a corpus will hold, but for the texts and the tokenizer."""
 
     rule: DocumentRule = field(default_factory=DocumentRule)
     held_out: float = 0.05  # share of the documents
@@ -51,7 +51,7 @@ class CorpusPlan:
             raise UsageError(f"--shard-tokens is {self.shard_tokens}; expected at least 1")
 
     def holds_out(self, document: Document, whole_file: bool) -> bool:
-        """By id and seed alone: the text has no say, and neither has any other document."""
+        """Whether a document is held out, by id and seed alone: the text has no say, and neither has any other document."""
         return whole_file or derive(self.seed, "held-out", document.id) < self.held_out * (1 << 63)
 
 
@@ -101,7 +101,7 @@ def _sources(texts: Iterable[Path], held_out_files: Iterable[Path]) -> list[tupl
 
 @dataclass
 class _Survey:
-    """What it found."""
+    """Result of the survey of a corpus."""
 
     held: HeldOutText = field(default_factory=HeldOutText)
     held_texts: list[tuple[int, int]] = field(default_factory=list)  # (id, text hash)
@@ -118,7 +118,7 @@ class _Survey:
 
 
 def _survey(sources: list[tuple[TextSource, bool]], plan: CorpusPlan, clock: "_Clock") -> _Survey:
-    """Ends in an error, or with at least one document on every side that was asked for."""
+    """Survey the sources; ends in an error, or with at least one document on every side that was asked for."""
     survey = _Survey()
     for source, whole_file in sources:
         survey.stats[source.name] = _stat(source)
@@ -197,7 +197,7 @@ def _refuse_overlap(overlap: Overlap, bound: float) -> None:
 # ---------------------------------------------------------------- writing
 
 class _Writer:
-    """Appends documents to the shards of one side. A document never straddles two shards."""
+    """Writer of documents into the shards of one side. A document never straddles two shards."""
 
     def __init__(self, folder: Path, side: str, shard_tokens: int, encoding: Encoding):
         self.folder, self.side = folder, side
@@ -239,7 +239,7 @@ class _Writer:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, boundary: str | None) -> tuple[Encoding, Files]:
-    """Its files come first: the workers and every later opening read these, not the ones they were copied from."""
+    """Write the tokenizer's files first: the workers and every later opening read these, not the ones they were copied from."""
     files = {name: write_entry(folder / name, data) for name, data in tokenizer.files().items() if "/" not in name}
     return Encoding.of(tokenizer, boundary, folder), files
 
@@ -290,7 +290,7 @@ def _stat(source: TextSource) -> tuple[int, int]:
 
 
 class _Clock:
-    """Tells `progress` now and then, not for every document."""
+    """Clock that tells `progress` now and then, not for every document."""
 
     def __init__(self, progress: Callable[[CorpusProgress], None], every: float = 0.25):
         self.progress, self.every = progress, every

@@ -61,7 +61,7 @@ class TrainingExample:
 
     @property
     def content(self) -> str:
-        """Equal for examples made from the same words, wherever they stood."""
+        """Content key, equal for examples made from the same words, wherever they stood."""
         return content_of(self.id)
 
 
@@ -145,7 +145,8 @@ def supervised_runs(weight: NDArray[np.float32]) -> list[tuple[int, int]]:
 
 
 class TemplateWriter:
-    """Remembers what the template writes after a turn of each role, since that is the same for every conversation."""
+    """Writer of conversations by a chat template. It remembers what the template writes after a turn of each role, since that is the same
+    for every conversation."""
 
     def __init__(self, tokenizer: Tokenizer, stops: SpecialTokens, roles: frozenset[str], turns: Turns):
         self.tokenizer, self.roles, self.turns = tokenizer, roles, turns
@@ -234,12 +235,12 @@ class TemplateWriter:
         return text[:end], (begin, end)
 
     def begin_of_content(self, conversation: Conversation, k: int, body: str, begin: int) -> int:
-        """Where turn k's words begin: within the generation prompt, where that has the first of them (an opened thought, say)."""
+        """Place where turn k's words begin: within the generation prompt, where that has the first of them (an opened thought, say)."""
         at = body.rfind(conversation.messages[k]["content"].strip())
         return at if at < begin and at >= len(self.write(conversation, k)) else begin
 
     def note_unread(self, conversation: Conversation, learned: Sequence[int], text: str) -> None:
-        """What the data has and the model never sees: counted, so that it can be said."""
+        """Count what the data has and the model never sees, so that it can be reported."""
         messages, last = conversation.messages, learned[-1]
         if last + 1 < len(messages):
             self.unread["last turns that nothing answers"] += 1
@@ -251,7 +252,7 @@ class TemplateWriter:
             self.unread["rows whose tools the chat template does not write"] += 1
 
     def begin(self, conversation: Conversation, k: int, text: str, body: str) -> int:
-        """Where turn k begins: after the generation prompt for what a model writes, at the content for what it is told."""
+        """Place where turn k begins: after the generation prompt for what a model writes, at the content for what it is told."""
         message = conversation.messages[k]
         if message["role"] != "assistant":
             return len(body) - len(message["content"] if body.endswith(message["content"]) else message["content"].strip())
@@ -263,7 +264,7 @@ class TemplateWriter:
         return len(before)
 
     def tail(self, conversation: Conversation, k: int) -> str:
-        """What the template writes after the content of such a turn."""
+        """Text that the template writes after the content of such a turn."""
         message = conversation.messages[k]
         if message["role"] not in self.tails:
             probe = {"role": message["role"], "content": SENTINEL}
@@ -274,7 +275,7 @@ class TemplateWriter:
         return self.tails[message["role"]]
 
     def until_stop(self, tail: str) -> str:
-        """With the first token that ends a turn; nothing where none does, which the audit refuses."""
+        """Text up to and including the first token that ends a turn; nothing where none does, which the audit refuses."""
         ends = [at + len(end) for end in self.ends if (at := tail.find(end)) >= 0]
         return tail[: min(ends, default=0)]
 
@@ -286,7 +287,7 @@ class TemplateWriter:
 
 
 def _way_out(prompted: str, answered: str) -> str:
-    """What to do about a template whose generation prompt is not how its answers begin: by what the prompt has and the answer has not."""
+    """Advice about a template whose generation prompt is not how its answers begin: by what the prompt has and the answer has not."""
     mark = next((mark for mark in ("<think", "<|think", "[THINK", "<reason", "<thought", "<seed:think") if prompted.startswith(mark)), None)
     if mark is not None:
         return ("it opens a thought, and this answer has none: give the thoughts as reasoning_content in the row, or give the model "
@@ -299,7 +300,7 @@ def _way_out(prompted: str, answered: str) -> str:
 
 
 def divergence_excerpts(one: str, other: str, *, before: int = 0, shown: int = 40) -> tuple[str, str]:
-    """Both texts from where they part, or from shortly before."""
+    """Excerpts of two texts from where they part, or from shortly before."""
     apart = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     at = max(0, next(apart, min(len(one), len(other))) - before)
     return one[at : at + shown], other[at : at + shown]
@@ -336,7 +337,7 @@ def tokenize_draft(draft: Draft, whole: Encoding, prompt: list[int], begin: list
 
 
 def token_edges(draft: Draft, whole: Encoding) -> list[int] | None:
-    """Where the spans begin and end among the tokens; None where an edge lies within one."""
+    """Token indices where the spans begin and end; None where an edge lies within a token."""
     edges = [token_edge(at, whole, draft.text) for span in draft.spans for at in span]
     return None if None in edges else edges  # type: ignore[return-value]
 
@@ -365,6 +366,6 @@ def tokenize_in_parts(draft: Draft, tokenizer: Tokenizer) -> tuple[list[int], li
 
 
 def text_prefix_ids(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text, such as BOS."""
+    """Token ids that the tokenizer puts before a text, such as BOS."""
     plain, around = tokenizer.encode("a"), tokenizer.encode("a", special=True)
     return next((around[:i] for i in range(len(around)) if around[i : i + len(plain)] == plain), [])

@@ -13,12 +13,12 @@ from assay.verdict import Verdict, proven, refuted
 
 
 def ids_digest(ids: ExampleIds) -> str:
-    """Equal for the same examples in the same rows and order. A step writes down that of the batch it was given."""
+    """Digest of example ids, equal for the same examples in the same rows and order. A step writes down that of the batch it was given."""
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
 def check_data_ledger(recorded: Mapping[int, str], plan: Order | PackedExamples, steps: int) -> tuple[Verdict, dict[int, int]]:
-    """Whether each of the first `steps` steps, over all sittings, consumed what was planned for it; and how many examples were
+    """Whether each of the first `steps` steps, over all sessions, consumed what was planned for it; and how many examples were
     read how often: {times: examples}, 0 for those that never were.
 
     A digest says which ids a step read because the plan can be asked for them: nothing else is kept while a run goes on.

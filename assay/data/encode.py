@@ -35,14 +35,15 @@ LLAMA_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| 
 
 @dataclass(frozen=True)
 class Expression:
-    """What we know of a pre-tokenizer: where text may be cut, and which pieces it cuts no further."""
+    """Known properties of a pre-tokenizer: where text may be cut, and which pieces it cuts no further."""
 
     rule: "CutRule"
     word: re.Pattern[bytes]
 
 
 class Encoder:
-    """Remembers the ids of the pieces it met; `encode` gives a document's ids as little-endian bytes of `dtype`."""
+    """Encoder of documents that remembers the ids of the pieces it met; `encode` gives a document's ids as little-endian bytes of
+    `dtype`."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: str):
         self.backend, self.dtype = plain_backend(tokenizer), dtype
@@ -54,7 +55,7 @@ class Encoder:
         self.unchecked = CHECK_EVERY
 
     def encode(self, raw: bytes) -> bytes:
-        """Of UTF-8."""
+        """Encode UTF-8 text to the bytes of its token ids."""
         if self.cutter is None or not raw or any(token in raw for token in self.literal):
             return encode_plain(self.backend, raw.decode(), self.dtype)
         self.unchecked += len(raw)
@@ -71,7 +72,7 @@ class Encoder:
         return self.backend.encode(piece.decode(), add_special_tokens=False).ids
 
     def _check(self, text: str) -> None:
-        """Against the plain twin, now and then, on the user's own text and tokenizer."""
+        """Check the encoding against the plain twin, now and then, on the user's own text and tokenizer."""
         assert self.cutter is not None
         raw = text.encode()
         if self.memory.ids_of(raw, self.cutter.starts(raw)) != encode_plain(self.backend, text, self.dtype):
@@ -111,7 +112,7 @@ def split_expression(digits: int) -> str:
 
 
 def known_expression(document: Mapping[str, Any]) -> Expression | None:
-    """Of a tokenizer.json; None where we do not know that cutting leaves its ids as they are."""
+    """Split expression of a tokenizer.json; None where we do not know that cutting leaves its ids as they are."""
     normalizer, steps = document.get("normalizer"), document.get("pre_tokenizer") or {}
     if document["model"].get("type") != "BPE" or (normalizer and normalizer["type"] != "NFC"):
         return None
@@ -195,13 +196,13 @@ def llama_cuts(digits: int) -> CutRule:
 
 
 class TextCutter:
-    """Remembers a rule as a table over four neighbours."""
+    """Cutter of text into pieces, by a rule kept as a table over four neighbours."""
 
     def __init__(self, rule: CutRule):
         self.table = _cut_table(rule)
 
     def starts(self, raw: bytes) -> Places:
-        """Where the pieces of a UTF-8 text begin; the first at 0."""
+        """Places where the pieces of a UTF-8 text begin; the first at 0."""
         kinds = np.zeros(len(raw) + 3, np.uint16)
         kinds[2:-1] = char_kinds(raw)
         around = _number(kinds[:-3], kinds[1:-2], kinds[2:-1], kinds[3:])
@@ -281,7 +282,7 @@ class PieceMemory:
         return numbers
 
     def _add(self, ids: list[list[int]], keys: NDArray[np.uint64]) -> None:
-        """New pieces under the next numbers."""
+        """Add new pieces under the next numbers."""
         first, count = self.used, np.fromiter(map(len, ids), np.int32, len(ids))
         self.used += int(count.sum())
         if self.used > len(self.ids):
@@ -322,7 +323,7 @@ def char_kinds(raw: bytes) -> Bytes:
 
 
 def _number(before: Any, left: Any, right: Any, after: Any) -> Any:
-    """Of four neighbours in a table."""
+    """Table index of four neighbouring character kinds."""
     return ((before * len(CharKind) + left) * len(CharKind) + right) * len(CharKind) + after
 
 

@@ -50,7 +50,7 @@ class EncodeTask(NamedTuple):
 
 
 class EncodedDocument(NamedTuple):
-    """And on its way back."""
+    """Document on its way back from a worker, encoded."""
 
     id: int
     ids: bytes
@@ -117,7 +117,7 @@ def start_encoders(encoding: Encoding, hashes: Path,
 
 
 def _through(pool: ProcessPoolExecutor, under_way: int, tasks: Iterable[list[EncodeTask]]) -> Iterator[EncodeResult]:
-    """Few tasks are under way at a time, so memory does not grow with the text."""
+    """Results of tasks run in the pool, few under way at a time, so memory does not grow with the text."""
     waiting: deque[Future[EncodeResult]] = deque()
     for task in tasks:
         waiting.append(pool.submit(_work, task))

@@ -44,7 +44,7 @@ class SaidFeedback:
 
     @property
     def content(self) -> str:
-        """By what rows are held out together."""
+        """Key by which rows are held out together."""
         return self.prompt
 
 

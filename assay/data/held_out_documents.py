@@ -105,7 +105,7 @@ def _pieces(corpus: Corpus, numbers: NDArray[np.int64], length: int, context: in
 
 
 def _packed(pieces: Iterable[_Piece], length: int) -> Iterator[list[_Piece]]:
-    """In order; a row ends where the next piece does not fit. Only a document's last piece shares a row."""
+    """Pieces packed into rows, in order; a row ends where the next piece does not fit. Only a document's last piece shares a row."""
     row: list[_Piece] = []
     room = length
     for piece in pieces:

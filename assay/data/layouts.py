@@ -35,7 +35,7 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "ass
 
 
 class RowContent(NamedTuple):
-    """What a row says, whichever layout it has."""
+    """Content of a row, whichever layout it has."""
 
     messages: tuple[Message, ...] = ()
     learned_from: int = 0
@@ -57,12 +57,12 @@ class Conversation:
 
     @property
     def content(self) -> str:
-        """Equal for conversations that say the same, wherever they stand."""
+        """Content key, equal for conversations that say the same, wherever they stand."""
         return content_of(self.id)
 
     @property
     def prompt_only(self) -> bool:
-        """There is nothing to learn from: a prompt, for rollouts."""
+        """Whether there is nothing to learn from: a prompt, for rollouts."""
         return len(self.messages) <= self.learned_from if self.messages else not (self.plain and self.plain[1])
 
 
@@ -102,7 +102,8 @@ def content_of(id: str) -> str:
 
 
 def _conversation(row: DataRow, name: str, layout: str, gsm8k: Gsm8k) -> Conversation:
-    """Its digest is of the columns as they stand in the file, so that another rendering of them is the same conversation."""
+    """Conversation of a row. Its digest is of the columns as they stand in the file, so that another rendering of them is the same
+    conversation."""
     columns = {key: value for key, value in row.values.items() if key in CONVERSATION_LAYOUTS[layout].columns and value}
     digest = hashlib.sha256(json.dumps(columns, sort_keys=True, default=str).encode()).hexdigest()[:16]  # parquet may hold dates
     content = CONVERSATION_LAYOUTS[layout].read(row, gsm8k)
@@ -111,7 +112,7 @@ def _conversation(row: DataRow, name: str, layout: str, gsm8k: Gsm8k) -> Convers
 
 
 def refuse_odd_turns(row: DataRow, messages: tuple[Message, ...], learned_from: int) -> None:
-    """Of the turns that may be learned: each says something, and answers another speaker. A prompt may be whatever it is."""
+    """Refuse supervised turns that are empty or that do not answer another speaker. A prompt may be whatever it is."""
     for k, message in enumerate(messages[learned_from:], learned_from):
         role, before = message["role"], messages[k - 1]["role"] if k else "system"
         if role == "assistant" and says_nothing(message):
@@ -125,8 +126,8 @@ def refuse_odd_turns(row: DataRow, messages: tuple[Message, ...], learned_from: 
 
 
 def refuse_repeated_prompts(path: Path, rows: Sequence[Sequence[tuple[str, str] | None]]) -> None:
-    """Of texts, each a prompt and its completion: where most rows have completions that all begin with the whole prompt, it would be
-    said twice. One such row is a completion that quotes what it was asked."""
+    """Refuse a file in which most rows' completions all begin with the whole prompt, which would then be said twice. `rows` are texts, each
+    a prompt and its completion. One such row is a completion that quotes what it was asked."""
     repeated = [row[0] for row in rows if all(text is not None and _begins_with_prompt(*text) for text in row)]
     if len(repeated) > len(rows) / 2 and len(rows) >= NO_CHANCE_ROWS and repeated[0] is not None:
         raise DataError(f"{path}: in {len(repeated)} of {len(rows)} rows the completion begins with the whole prompt, such as "

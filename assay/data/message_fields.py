@@ -18,7 +18,7 @@ _KNOWN = {"role", "content", *REASONING_FIELDS, *CALL_FIELDS}
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:
-    """No content, no call and no reasoning: all that a turn of it could teach is to say nothing and stop."""
+    """Whether a message has no content, no call and no reasoning: all that a turn of it could teach is to say nothing and stop."""
     return not any(str(message[name]).strip() for name in ("content", *REASONING_FIELDS, *CALL_FIELDS) if message.get(name))
 
 
@@ -86,7 +86,7 @@ def is_written(piece: Any, text: str) -> bool:
 
 
 def text_forms(text: str) -> list[str]:
-    """As it is, as JSON escapes it (once, or within JSON again), as Python does, and as XML does."""
+    """Forms in which a text may be rendered: as it is, as JSON escapes it (once, or within JSON again), as Python does, and as XML does."""
     once = [json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
     return [text, *once, *(json.dumps(form)[1:-1] for form in once), repr(text)[1:-1], html.escape(text), html.escape(text, quote=False)]
 

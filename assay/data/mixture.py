@@ -50,7 +50,7 @@ def weighted_source(entry: str) -> WeightedSource:
 
 
 def weighted_sources(entries: Sequence[str], flag: str) -> list[WeightedSource]:
-    """All with a weight, or none."""
+    """Sources of a mixture, all with a weight, or none."""
     found = [weighted_source(entry) for entry in entries]
     weights = [source.weight for source in found if source.weight is not None]
     if not weights:
@@ -86,7 +86,7 @@ def source_cycle(shares: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Placed(NamedTuple):
-    """Of one row of the run: its source, and which of the rows of that source it is."""
+    """Place of one row of the run: its source, and which of the rows of that source it is."""
 
     source: int
     number: int
@@ -190,7 +190,7 @@ class MixedExamples(PackedExamples):
         return ends
 
     def source_of(self, index: int) -> int:
-        """Of an example."""
+        """Number of the source that an example belongs to."""
         return int(np.searchsorted([source.first for source in self.sources], index, side="right")) - 1
 
     @cached_property
@@ -234,7 +234,7 @@ class MixedOrder(Order):
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Of each source alone, one row a step."""
+        """Order of each source alone, one row a step."""
         return tuple(Order(corpus, derive(self.seed, "source", number), 1, self.length, self.epochs)
                      for number, corpus in enumerate(self.corpora))
 
@@ -245,7 +245,7 @@ class MixedOrder(Order):
 
     @property
     def windows(self) -> int:
-        """Of all sources."""
+        """Number of windows of all sources together."""
         return sum(order.windows for order in self.orders)
 
     @property
@@ -306,7 +306,7 @@ class MixedOrder(Order):
 
 
 def mixed_parts(sources: Sequence[WeightedSource], counts: Sequence[int]) -> tuple[MixedPart, ...]:
-    """Of examples that stand one source after the other."""
+    """Parts of a mixture whose examples stand one source after the other."""
     shares = whole_shares([source.weight or Fraction(1) for source in sources])
     firsts = [0, *accumulate(counts)]
     return tuple(MixedPart(source.name, share, first, count)
@@ -314,14 +314,14 @@ def mixed_parts(sources: Sequence[WeightedSource], counts: Sequence[int]) -> tup
 
 
 class NamedRow(Protocol):
-    """What has the id file:row:content, of a row or of what was made of it."""
+    """Anything with the id file:row:content: a row, or what was made of it."""
 
     @property
     def id(self) -> str: ...
 
 
 def row_name(id: str) -> str:
-    """Without what tells apart several that one row says: file:row:content#chosen. A file's name may have a # too."""
+    """Name of a row, without what tells apart several examples from one row: file:row:content#chosen. A file's name may have a # too."""
     file_and_row, _, content = id.rpartition(":")
     return f"{file_and_row}:{content.partition('#')[0]}"
 
@@ -344,7 +344,7 @@ def parts_by_name(sources: Sequence[WeightedSource], read: Sequence[Sequence[Nam
 
 @dataclass(frozen=True)
 class MixedDraws:
-    """Which prompts of several sources a rollout draws, by number: every place of it is a row of the mixture."""
+    """Prompts that a rollout draws from several sources, by number: every place of it is a row of the mixture."""
 
     sources: tuple[MixedPart, ...]
     seed: int

@@ -36,7 +36,8 @@ _MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # of
 
 
 class Prints(NamedTuple):
-    """Of a block of documents: a digest of each one's bytes, its signature's low bits, its bands, and whether it has a signature."""
+    """Fingerprints of a block of documents: a digest of each one's bytes, its signature's low bits, its bands, and whether it has a
+    signature."""
 
     exact: NDArray[np.uint64]  # (documents,)
     signature: NDArray[np.uint16]  # (documents, BINS)
@@ -88,7 +89,8 @@ def _join_alike(prints: Prints, first: NDArray[np.int64], threshold: float) -> N
 
 
 def refuse_wrong_likeness() -> None:
-    """Before rows are left out: of known documents, some with many empty bins, signatures say how alike they are, as sets of runs do."""
+    """Check MinHash before rows are left out: of known documents, some with many empty bins, signatures say how alike they are, as sets of
+    runs do."""
     words = [f"word{number * number % 251}" for number in range(400)]
     texts = [words[:80], [*words[:40], "other", *words[41:80]], words[200:280], words, [*words[:300], *words[:100]], words[:9]]
     runs = [{tuple(text[at : at + RUN_WORDS]) for at in range(len(text) - RUN_WORDS + 1)} for text in texts]
@@ -111,8 +113,8 @@ def _root(group: NDArray[np.int64], document: int) -> int:
 
 
 def document_prints(texts: Sequence[bytes], *, whole: Sequence[bytes] | None = None, signed: bool = True) -> Prints:
-    """Of a block of documents, all of them at once; where they are not to be signed, only what tells copies: that they are equal as a
-    `whole`, where that is more than the text."""
+    """Fingerprints of a block of documents, all of them at once; where they are not to be signed, only what tells copies: that they are
+    equal as a `whole`, where that is more than the text."""
     exact = np.array([int.from_bytes(hashlib.blake2b(each, digest_size=8).digest(), "little") for each in whole or texts], np.uint64)
     if not signed:
         return Prints(exact, np.zeros((len(texts), 0), np.uint16), np.zeros((len(texts), 0), np.uint64), np.zeros(len(texts), np.bool_))
@@ -185,7 +187,7 @@ def said_in_row(values: Any) -> str:
 
 
 def whole_row(values: Any) -> str:
-    """All of a row: the same text for rows that are equal, in whatever order their columns stand."""
+    """Whole row as text: the same for rows that are equal, in whatever order their columns stand."""
     if isinstance(values, dict):
         return "\0{" + "\0".join(f"{key}\0{whole_row(values[key])}" for key in sorted(values)) + "\0}"
     if isinstance(values, list):
@@ -201,7 +203,7 @@ def said_in_column(values: dict[str, Any], field: str, where: str) -> str:
 
 
 def lines_prints(lines: Sequence[bytes], before: int, field: str | None, signed: bool) -> Prints:
-    """Of rows that come after `before` others. Copies are rows of which everything is equal, or all of the one column."""
+    """Fingerprints of rows that come after `before` others. Copies are rows of which everything is equal, or all of the one column."""
     places = [f"row {number:,} of all files" for number in range(before + 1, before + 1 + len(lines))]
     rows = [parse_json(line, where=where, shape=dict, error=DataError, surrogates=True) for line, where in zip(lines, places, strict=True)]
     if field is not None:
@@ -234,7 +236,7 @@ def numbered_blocks(blocks: Iterable[list[bytes]]) -> Iterator[tuple[int, list[b
 
 
 def prints_of_lines(lines: Iterable[bytes], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Prints:
-    """Of rows of JSON, in their order, computed by `workers` processes; `signed` where near copies are looked for."""
+    """Fingerprints of JSON rows, in their order, computed by `workers` processes; `signed` where near copies are looked for."""
     blocks = numbered_blocks(line_blocks(lines))
     if workers < 2:
         return joined_prints([lines_prints(block, before, field, signed) for before, block in blocks])

@@ -27,7 +27,7 @@ FEISTEL_ROUNDS = 6
 
 
 class StepBatches(Protocol):
-    """Whatever has a batch for every step."""
+    """Anything that has a batch for every step."""
 
     def batch(self, step: int) -> Batch: ...
 
@@ -51,16 +51,16 @@ class Order:
 
     @property
     def windows(self) -> int:
-        """In one epoch."""
+        """Number of windows in one epoch."""
         return -(-(self.corpus.train.tokens - 1) // (self.length - 1))
 
     @property
     def steps(self) -> int:
-        """That the corpus gives before it is exhausted."""
+        """Number of steps before the corpus is exhausted."""
         return self.epochs * self.windows // (self.rows * self.world)
 
     def epoch_of(self, step: int) -> int:
-        """In which the step's first row stands, counted from 0."""
+        """Epoch in which the step's first row stands, counted from 0."""
         return step * self.rows * self.world // self.windows
 
     def consumed(self, step: int) -> NDArray[np.int64]:
@@ -79,7 +79,7 @@ class Order:
         return self.windows
 
     def ids(self, step: int) -> ExampleIds:
-        """What the rows of a step are called: each is one window."""
+        """Ids of the rows of a step: each is one window."""
         return tuple((window,) for window in self.consumed(step).tolist())
 
     def require(self, steps: int) -> None:
@@ -105,7 +105,8 @@ def corpus_batches(corpus: Corpus, *, seed: int, rows: int, length: int, epochs:
 
 
 def iterate_batches(order: StepBatches, step: int, stop: int | None) -> Iterator[Batch]:
-    """Without `stop` the iterator does not end: exhaustion raises, so that no loop can mistake it for the end of the work."""
+    """Batches from `step` to `stop`. Without `stop` the iterator does not end: exhaustion raises, so that no loop can mistake it for the
+    end of the work."""
     while stop is None or step < stop:
         yield order.batch(step)
         step += 1
@@ -135,7 +136,7 @@ def window_rows(split: Split, starts: NDArray[np.int64], length: int, fill: int,
 
 
 def permuted_places(places: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Where each place goes in a permutation of `size` named by `key`.
+    """Places after a permutation of `size` named by `key`.
 
     A Feistel network permutes the fields of a board with at least `size` fields and hardly more; a place that lands on
     one of those beyond `size` goes through again until it falls inside, which keeps it a permutation.

@@ -54,7 +54,7 @@ class Overlap:
 
 
 class HeldOutText:
-    """Remembers the held-out side as hashes, and which of them training text has hit."""
+    """Held-out side as hashes, and which of them training text has hit."""
 
     def __init__(self, capacity: int = GRAM_CAPACITY):
         self.capacity, self.limit = capacity, (1 << 64) - 1
@@ -79,7 +79,7 @@ class HeldOutText:
             self.kept = sum(map(len, self.grams))
 
     def save(self, folder: Path) -> None:
-        """What a worker needs to look training text up."""
+        """Save what a worker needs to look training text up."""
         np.save(folder / "grams.npy", np.unique(np.concatenate([*self.grams, _empty()])))
         np.save(folder / "prints.npy", np.unique(np.asarray(self.prints, np.uint64)))
         np.save(folder / "limit.npy", np.uint64(self.limit))
@@ -93,7 +93,7 @@ class HeldOutText:
             self.hit_grams, self.noted = [np.unique(np.concatenate(self.hit_grams))], 0
 
     def overlap(self) -> Overlap:
-        """What was noted so far, counted over the held-out documents."""
+        """Overlap noted so far, counted over the held-out documents."""
         hit = np.unique(np.concatenate([_empty(), *self.hit_grams]))
         shared = [int(_isin(own, hit).sum()) for own in self.grams]
         twins = [own in self.hit_prints for own in self.prints]
@@ -104,7 +104,7 @@ class HeldOutText:
 
 
 class OverlapLookup:
-    """Finds held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
+    """Lookup of held-out hashes in training text; made in every worker from the files of `HeldOutText.save`."""
 
     def __init__(self, folder: Path):
         self.grams, self.prints, self.limit = (np.load(folder / f"{name}.npy") for name in ("grams", "prints", "limit"))
@@ -123,7 +123,7 @@ class OverlapLookup:
 
 
 def measure_overlap(train: Iterable[bytes], held_out: Iterable[tuple[str, bytes]], folder: Path) -> Overlap:
-    """Measured directly on texts, for data that is not a corpus; `folder` takes the hash files."""
+    """Overlap measured directly on texts, for data that is not a corpus; `folder` takes the hash files."""
     held = HeldOutText()
     for name, raw in held_out:
         held.add(name, raw)
@@ -189,7 +189,7 @@ def mix_bits(hashes: Hashes) -> Hashes:
 
 
 def _isin(values: Hashes, table: Hashes) -> NDArray[np.bool_]:
-    """Which values are in an ascending table."""
+    """Mask of the values that are in an ascending table."""
     if not len(table):
         return np.zeros(len(values), np.bool_)
     place = np.minimum(np.searchsorted(table, values), len(table) - 1)

@@ -56,7 +56,7 @@ class PackedExamples:
 
     @property
     def steps(self) -> int:
-        """That the examples give before they are exhausted."""
+        """Number of steps before the examples are exhausted."""
         return int(self.ends[-1]) // (self.rows * self.world)
 
     @property
@@ -66,11 +66,11 @@ class PackedExamples:
 
     @property
     def examples_a_row(self) -> float:
-        """On average, in the first epoch."""
+        """Mean number of examples in a row, in the first epoch."""
         return sum(map(len, self.plans[0])) / len(self.plans[0])
 
     def epoch_of(self, step: int) -> int:
-        """In which the step's first row stands, counted from 0."""
+        """Epoch in which the step's first row stands, counted from 0."""
         return int(np.searchsorted(self.ends, step * self.rows * self.world, side="right"))
 
     def consumed(self, step: int) -> NDArray[np.object_]:
@@ -82,7 +82,7 @@ class PackedExamples:
         return len(self.examples)
 
     def ids(self, step: int) -> ExampleIds:
-        """Of the examples in each row of a step."""
+        """Ids of the examples in each row of a step."""
         return tuple(tuple(self.examples[index].id for index in row) for row in self.plan(step))
 
     def epoch_ids(self, epoch: int) -> list[str]:
@@ -101,7 +101,7 @@ class PackedExamples:
         return packed_rows([[self.examples[index] for index in row] for row in self.plan(step)], self.length, self.fill)
 
     def plan(self, step: int) -> RowPlan:
-        """Which examples stand in the rows of a step."""
+        """Packing plan of a step: which examples stand in its rows."""
         self.require(step + 1)
         first = (step * self.world + self.rank) * self.rows
         places = np.arange(first, first + self.rows)
@@ -115,7 +115,7 @@ class PackedExamples:
 
     @cached_property
     def plans(self) -> list[RowPlan]:
-        """Of every epoch. A plan is a list of numbers, small beside the examples."""
+        """Packing plan of every epoch: a list of numbers, small beside the examples."""
         return [self.epoch_plan(epoch) for epoch in range(self.epochs)]
 
     @cached_property
@@ -146,7 +146,7 @@ class LengthStock:
             self.by_length.setdefault(int(lengths[index]), []).append(index)
 
     def lengths(self, room: int) -> NDArray[np.int64]:
-        """That fit into `room`, ascending."""
+        """Lengths in stock that fit into `room`, ascending."""
         return np.flatnonzero(self.there[: room + 1])
 
     def take(self, length: int) -> int:

@@ -62,7 +62,7 @@ class SaidPair:
 
     @property
     def content(self) -> str:
-        """By what pairs are held out together."""
+        """Key by which pairs are held out together."""
         return self.prompt
 
 
@@ -91,12 +91,12 @@ class PreferencePair:
 
     @property
     def conversation(self) -> Conversation | None:
-        """That of the chosen side; both stand in one row of the file."""
+        """Conversation of the chosen side; both stand in one row of the file."""
         return self.chosen.conversation
 
     @property
     def preference(self) -> tuple[Hashable, Hashable]:
-        """What this pair prefers, and what one would prefer that is its opposite."""
+        """Preference as a key, and the key of its opposite."""
         chosen, rejected = (side.tokens.tobytes() for side in self.sides)
         return (chosen, rejected), (rejected, chosen)
 
@@ -111,7 +111,7 @@ class PreferencePair:
 
     @property
     def longer(self) -> int:
-        """By how many learned tokens the chosen completion is longer."""
+        """Supervised tokens that the chosen completion has more than the rejected one."""
         return int(np.count_nonzero(self.chosen.weight)) - int(np.count_nonzero(self.rejected.weight))
 
 
@@ -186,7 +186,7 @@ def read_pair(row: DataRow, name: str) -> SaidPair:
 
 
 def refuse_swapped(row: DataRow) -> None:
-    """Where the file itself says how good each side was."""
+    """Refuse a row whose sides are swapped, where the file itself says how good each side was."""
     for names in SCORES:
         better, worse = (_number(row.values.get(name)) for name in names)
         if better is not None and worse is not None and better < worse:
@@ -307,7 +307,7 @@ def render_pairs(said: Sequence[SaidPair], tokenizer: Tokenizer, stops: SpecialT
 
 
 def fit_pair(pair: PreferencePair, length: int, over: Overlong) -> PreferencePair | str:
-    """Both sides within `length` tokens, cut at the end alone, or why the pair is dropped."""
+    """Pair with both sides within `length` tokens, cut at the end alone, or why it is dropped."""
     sides = [fit_to_length(side, length, over) for side in pair.sides]
     if reasons := [side for side in sides if isinstance(side, str)]:
         return reasons[0]

@@ -53,7 +53,7 @@ class StoredReference:
 
 
 def write_reference(folder: Path, answers: Iterable[NDArray[np.float32]], *, weights: str, data: str) -> None:
-    """Whole or not at all; `answers` are one array a pair."""
+    """Write a reference's answers, whole or not at all; `answers` are one array a pair."""
     with durable.new_folder(folder) as partial:
         file, count, tokens = durable.HashedFile(partial / "logprobs.bin"), 0, 0
         for answer in answers:
@@ -66,7 +66,7 @@ def write_reference(folder: Path, answers: Iterable[NDArray[np.float32]], *, wei
 
 
 def open_reference(folder: Path, pairs: Sequence[PreferencePair], *, weights: str, data: str) -> StoredReference:
-    """Refused unless every byte has its hash, and it is of these weights and these pairs."""
+    """Open a stored reference; refused unless every byte has its hash, and it is of these weights and these pairs."""
     path = folder / "manifest.json"
     manifest: dict[str, Any] = unseal(read_small_file(path), where=str(path), indent=1)
     if manifest.get("format") != REFERENCE_FORMAT:
@@ -87,7 +87,7 @@ def open_reference(folder: Path, pairs: Sequence[PreferencePair], *, weights: st
 
 
 def pair_answers(batch: Batch, logprobs_BT: Tensor) -> Iterable[NDArray[np.float32]]:
-    """Of a batch's pairs, in the order of its ids, what a model says of their tokens; 0 where nothing predicts one."""
+    """Log-probabilities of the tokens of a batch's pairs, in the order of its ids; 0 where nothing predicts a token."""
     assert batch.documents is not None
     said, documents = logprobs_BT.float().cpu().numpy(), batch.documents.cpu().numpy()
     for row, ids in enumerate(batch.ids):

@@ -1,4 +1,4 @@
-"""Files of rows mixed, split, rid of duplicates and looked at: every row stays the bytes that it was, and what was done is counted.
+"""Row files mixed, split, deduplicated and inspected: every row stays the bytes that it was, and what was done is counted.
 
 Rows of .jsonl files are copied as they stand; those of other kinds are written as JSON. What is written is written whole or not at all.
 """
@@ -50,7 +50,7 @@ def placed_lines(name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def as_line(values: dict[str, Any]) -> bytes:
-    """As JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null."""
+    """Row as a line of JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null."""
     return json.dumps(without_nan(values), ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
 
 
@@ -144,7 +144,7 @@ def mixed_lines(texts: Sequence[Sequence[bytes]], shares: tuple[int, ...], rows:
 
 
 def row_content(line: bytes, where: str) -> str:
-    """Equal for rows that say the same."""
+    """Content key of a row, equal for rows that say the same."""
     return hashlib.sha256(json.dumps(row_object(line, where), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -187,7 +187,7 @@ def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, fiel
 
 
 def unread_lines(names: Sequence[str]) -> Iterator[bytes]:
-    """Of all files: those who compute their signatures read them."""
+    """Lines of all files, not parsed: the processes that compute their signatures parse them."""
     return (line for name in names for _, line in placed_lines(name))
 
 # ---------------------------------------------------------------- looking
@@ -216,7 +216,7 @@ def look_at_rows(name: str, limit: int | None = None) -> dict[str, Any]:
 
 
 def layout_name(row: DataRow) -> str:
-    """Which of the layouts of conversations a row has, by its columns; `pairs` and `labelled` are those of preferences."""
+    """Name of the conversation layout that a row has, by its columns; `pairs` and `labelled` are those of preferences."""
     has = {key for key, value in row.values.items() if value is not None}
     others = [name for name, needs in PREFERENCES.items() if needs <= has]
     found = [name for name, layout in CONVERSATION_LAYOUTS.items() if layout.needs <= has and name != "prompt"]

@@ -46,7 +46,7 @@ class TeacherEntry(NamedTuple):
 
 
 class ExampleSpan(NamedTuple):
-    """Where an example stands in a batch."""
+    """Place of an example in a batch."""
 
     id: Id
     row: int
@@ -113,7 +113,8 @@ class StoredTeacher:
 
 def write_teacher(folder: Path, entries: Iterable[TeacherEntry], *, tokenizer: str, teacher: str, vocab: int, k: int,
                   temperature: float = 1.0) -> None:
-    """Whole or not at all. `tokenizer` and `teacher` are digests; the log-probabilities were taken at `temperature`."""
+    """Write a teacher's answers, whole or not at all. `tokenizer` and `teacher` are digests; the log-probabilities were taken at
+    `temperature`."""
     if not 1 <= k < vocab:
         raise UsageError(f"k is {k} and the vocabulary {vocab}; expected the teacher's 1 to {vocab - 1} likeliest tokens")
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
@@ -183,7 +184,8 @@ def _check_entry(entry: TeacherEntry, vocab: int, k: int) -> None:
 
 
 def open_teacher(folder: Path, *, tokenizer: str | None = None, teacher: str | None = None) -> StoredTeacher:
-    """Refused unless every byte has its hash and it is of the tokenizer, and of the teacher, whose digests are asked for."""
+    """Open a stored teacher; refused unless every byte has its hash and it is of the tokenizer, and of the teacher, whose digests are asked
+    for."""
     manifest, digest = _read_manifest(folder)
     if tokenizer is not None and manifest["tokenizer"] != tokenizer:
         raise DataError(f"{folder} was stored with tokenizer {manifest['tokenizer'][:12]}, the student uses {tokenizer[:12]}: its ids mean "
@@ -221,7 +223,7 @@ def _check_file(path: Path, entry: Mapping[str, Any] | None) -> None:
 
 
 def _key(id: Id) -> bytes:
-    """Of an example's id: 7 and "7" are two examples."""
+    """Key of an example's id: 7 and "7" are two examples."""
     return _short(f"{type(id).__name__}:{id}".encode())
 
 

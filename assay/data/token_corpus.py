@@ -60,7 +60,7 @@ class Split:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """Where each document begins: side by side in memory, because searching a column of records would copy it."""
+        """Offset of each document: side by side in memory, because searching a column of records would copy it."""
         return np.ascontiguousarray(self.index["offset"]).astype(np.int64)
 
     @property
@@ -108,7 +108,7 @@ class Corpus:
 
 
 def open_corpus(folder: Path, *, tokenizer_digest: str | None = None, verify: bool = True) -> Corpus:
-    """Refused unless every file has its hash, the samples encode to their ids, and the tokenizer is the one asked for.
+    """Open a corpus; refused unless every file has its hash, the samples encode to their ids, and the tokenizer is the one asked for.
 
     `verify=False` skips the hashes and samples: for a second opening in a process that has just verified.
     """
@@ -125,7 +125,7 @@ def open_corpus(folder: Path, *, tokenizer_digest: str | None = None, verify: bo
 
 
 def assert_disjoint(corpus: Corpus, other: Corpus | None = None) -> None:
-    """Before training: no held-out document, by id or by its words, stands in the training side beyond the bound.
+    """Refuse to train where a held-out document, by id or by its words, stands in the training side beyond the bound.
 
     With `other`, its held-out side is compared instead: an evaluation set made apart from the training corpus.
     """

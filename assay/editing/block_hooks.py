@@ -63,7 +63,7 @@ def watch_keys(model: Transformer, tokens: Tensor, documents: Tensor, layers: Se
 @torch.no_grad()
 def keys_and_state(model: Transformer, rows: Sequence[Sequence[int]], at: Sequence[int], layer: int,
                    top: int) -> tuple[Tensor, Tensor]:
-    """For each row, at its position: the key of `layer` (B, F) and the state after block `top` (B, D)."""
+    """MLP key of `layer` (B, F) and hidden state after block `top` (B, D), at one position of each row."""
     tokens, documents = padded(rows, model.embed.weight.device)
     index, seen = torch.arange(len(rows), device=tokens.device), {}
     places = torch.tensor(at, device=tokens.device)

@@ -51,7 +51,7 @@ class Restored(NamedTuple):
 
 
 class CleanRun(NamedTuple):
-    """What one unblurred run left behind, per layer (T, D), and the answer it gave."""
+    """Activations of one unblurred run, per layer (T, D), and the answer it gave."""
 
     states: list[Tensor]
     values: list[Tensor]
@@ -61,7 +61,8 @@ class CleanRun(NamedTuple):
 
 def causal_trace(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], *, window: int, samples: int, seed: int,
                  noise: float = 3.0) -> IndirectEffects:
-    """Over facts that the model knows; their answer is the model's own. `noise` is in standard deviations of the embeddings."""
+    """Causal tracing over facts that the model knows; their answer is the model's own. `noise` is in standard deviations of the
+    embeddings."""
     if not facts:
         raise DataError("no fact is known to this model, so nothing can be traced; name the layers, as in --layers 3-8")
     sums: dict[tuple[Kind, int, int], list[float]] = {}
@@ -93,7 +94,7 @@ def best_window(effects: IndirectEffects, depth: int) -> list[int]:
 
 
 def token_group(span: SubjectSpan, token: int) -> int:
-    """Which of GROUPS a token belongs to; a leading special token counts with the text before, which is not traced."""
+    """Index in GROUPS of a token; a leading special token counts with the text before, which is not traced."""
     end = len(span.ids) - 1
     if token <= span.last:
         return LAST_SUBJECT if token == span.last else 0 if token == span.first else 1

@@ -32,7 +32,7 @@ class Contexts:
     prefixes: tuple[str, ...]
 
     def weights(self) -> Tensor:
-        """Of a fact that has no rephrasings."""
+        """Weights of the contexts of a fact that has no rephrasings."""
         return context_weights(len(self.prefixes))
 
     def texts(self, fact: Fact) -> list[tuple[str, int]]:
@@ -45,7 +45,7 @@ class Contexts:
 
 
 def context_weights(count: int) -> Tensor:
-    """Of a fact's contexts: half the first, which is the bare prompt, and half all others."""
+    """Weights of a fact's contexts: half for the first, which is the bare prompt, and half for all others together."""
     return torch.tensor([0.5, *(0.5 / (count - 1) for _ in range(count - 1))] if count > 1 else [1.0], dtype=torch.float64)
 
 

@@ -19,7 +19,7 @@ SAME_DIRECTION = 0.9999  # an off-by-one in the product leaves 0.1, rounding tak
 
 
 def check_spans(tokenizer: Tokenizer, facts: Sequence[Fact]) -> Verdict:
-    """Where each fact will be edited, decoded: the tokens up to there end with the subject, and with nothing but it."""
+    """Check, by decoding, where each fact will be edited: the tokens up to there end with the subject, and with nothing but it."""
     wrong = []
     for fact in facts:
         span = subject_tokens.locate_subject(tokenizer, fact.prompt, fact.start, fact.subject, fact.name)
@@ -46,7 +46,8 @@ def check_targets(tokenizer: Tokenizer, facts: Sequence[Fact]) -> Verdict:
 
 @torch.no_grad()
 def check_keys(model: Transformer, ids: Sequence[int]) -> Verdict:
-    """What enters each down-projection is the product that the weights say, by its direction: a shifted product keeps its size."""
+    """Check that what enters each down-projection is the product that the weights say, by its direction: a shifted product keeps its
+    size."""
     entering: list[Tensor] = []
     keys: list[Tensor] = []
     blocks = [block_hooks.block(model, layer) for layer in range(model.config.depth)]

@@ -33,7 +33,7 @@ ABOVE_LEAST, FREE = 1e-3, 1e-5  # of the least cost: how far above it an update 
 
 @dataclass(frozen=True)
 class EditMethod:
-    """What the solve was told: λ of MEMIT; the share of text and the ridge of AlphaEdit; whether each context's key is its own column."""
+    """Settings of the solve: λ of MEMIT; the share of text and the ridge of AlphaEdit; whether each context's key is its own column."""
 
     name: Literal["memit", "alphaedit"]
     weight: float
@@ -62,7 +62,7 @@ def check_contexts(model: Transformer, tokenizer: Tokenizer, contexts: Contexts,
 
 
 def _share_of_likeliest(model: Transformer, ids: Sequence[int], given: int) -> float:
-    """Of the tokens after the `given` ones."""
+    """Share of the tokens after the first `given` that are among the model's likeliest there."""
     logits = model.logits(model.hidden(_row(model, ids)))[0, given - 1 : -1].float()
     said = torch.tensor(ids[given:], device=logits.device)
     better = (logits > logits.gather(-1, said[:, None])).sum(-1)
@@ -72,7 +72,7 @@ def _share_of_likeliest(model: Transformer, ids: Sequence[int], given: int) -> f
 @torch.no_grad()
 def check_moments(model: Transformer, reading: TokenizedText, moments: Mapping[int, Tensor],
                   compute: Callable[[Transformer, Sequence[Sequence[int]], Sequence[int]], dict[int, Tensor]]) -> Verdict:
-    """All of a short text; of a long one its first rows, by `compute` and here."""
+    """Check the moments by `compute` and by the witness, on all of a short text, or on the first rows of a long one."""
     rows, held = list[tuple[int, ...]](), 0
     for row in reading.rows:
         if rows and held + len(row) > TOKENS_AGAIN:
@@ -185,7 +185,7 @@ def check_solution(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fac
 
 def _check_some_keys(model: Transformer, places: "Sequence[Sequence[Place | None]]", edited: EditResult, layers: Sequence[int],
                      each: bool) -> Verdict:
-    """Where all facts in all contexts would take too long: the keys of a few, under the updates of the layers before."""
+    """Check the keys of a few facts, under the updates of the layers before, where all facts in all contexts would take too long."""
     worst = 0.0
     with contextlib.ExitStack() as added:
         for layer in layers:
@@ -225,7 +225,7 @@ def _penalty(moment: Tensor, keys: Tensor, method: EditMethod) -> tuple[Tensor, 
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """With what this tokenizer puts before every text, and without what some put after it."""
+    """Token ids of a text, with what this tokenizer puts before every text, and without what some put after it."""
     plain, dressed = tokenizer.encode(text), tokenizer.encode(text, special=True)
     starts = [place for place in range(len(dressed)) if dressed[place : place + len(plain)] == plain]
     return dressed[: starts[0] + len(plain)] if starts else plain

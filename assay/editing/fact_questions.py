@@ -59,23 +59,23 @@ class FactReply:
 
     @property
     def says(self) -> bool | None:
-        """What was generated begins with the answer, whole."""
+        """Whether the generated text begins with the answer, whole."""
         return None if self.question.answer is None else begins_with(self.said, self.question.answer)
 
     @property
     def says_other(self) -> bool | None:
-        """What was generated begins with the other answer: before an edit, of its own questions, the old one."""
+        """Whether the generated text begins with the other answer: before an edit, of its own questions, the old one."""
         return None if self.question.other is None else begins_with(self.said, self.question.other)
 
 
 def begins_with(said: str, answer: str) -> bool:
-    """After spaces, and not as the beginning of a longer word."""
+    """Whether `said` begins with the answer, after spaces, and not as the beginning of a longer word."""
     said = said.lstrip()
     return said.startswith(answer) and not (answer[-1:].isalnum() and said[len(answer) :][:1].isalnum())
 
 
 def fact_questions(facts: Sequence[Fact]) -> list[FactQuestion]:
-    """All that the facts bring along, in their order."""
+    """Questions that the facts bring along, in their order."""
     asked: list[FactQuestion] = []
     for fact in facts:
         asked += [FactQuestion("efficacy", fact.name, fact.prompt, fact.target, fact.old)]

@@ -100,7 +100,7 @@ def filled_template(prompt: str, subject: str, name: str) -> tuple[str, int]:
 
 
 def last_occurrence(text: str, subject: str, name: str) -> int:
-    """Where the subject stands in the text, exactly as spelled, not inside a longer word; the last of several."""
+    """Place of the subject in the text, exactly as spelled, not inside a longer word; the last of several."""
     places = [m.start() for m in re.finditer(f"(?={re.escape(subject)})", text)]
     whole = [start for start in places if not _inside_a_word(text, start, start + len(subject))]
     if whole:

@@ -150,7 +150,7 @@ def _place(identity: str, reading: TokenizedText, layer: int) -> Path:
 
 
 def _remembered(place: Path) -> dict[str, Tensor] | None:
-    """What lies in the cache is checked against its hash each time: a damaged one is refused, never recomputed in silence."""
+    """Cached moments, checked against their hash each time: a damaged file is refused, never silently recomputed."""
     if not place.exists():
         return None
     facts = unseal(durable.read_file(place / FACTS, limit=1 << 20), where=str(place / FACTS))
@@ -158,7 +158,7 @@ def _remembered(place: Path) -> dict[str, Tensor] | None:
 
 
 def _remember(place: Path, moment: Tensor, sample: Tensor) -> None:
-    """Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
+    """Store moments in the cache. Another process may have computed the same meanwhile: what it wrote is whole, and stays."""
     try:
         with durable.new_folder(place) as folder:
             facts = write_tensors(folder / TENSORS, {"moment": moment, "sample": sample})

@@ -42,7 +42,8 @@ class Wordings:
 
 
 def read_wordings(facts: Sequence[Fact]) -> Wordings:
-    """Two wordings are one relation where a fact's prompt has the one and its paraphrase the other. Each is named by its commonest."""
+    """Wordings of the relations. Two are one relation where a fact's prompt has the one and its paraphrase the other. Each is named by its
+    commonest."""
     answers, counts = defaultdict[str, set[str]](set), defaultdict[str, int](int)
     for fact in facts:
         answers[wording_of(fact)] |= {answer for answer in (fact.target, fact.old) if answer}
@@ -100,7 +101,7 @@ def evaluated_templates(facts: Sequence[Fact]) -> list[str]:
 
 
 def placed_rephrasing(tokenizer: Tokenizer, fact: Fact, wording: str) -> Rephrasing | None:
-    """None where this tokenizer cannot place the subject in it."""
+    """Fact in another wording; None where this tokenizer cannot place the subject in it."""
     said = Rephrasing(wording.replace(SUBJECT, fact.subject), wording.index(SUBJECT))
     try:
         locate_subject(tokenizer, said.prompt, said.start, fact.subject, fact.name)
@@ -110,7 +111,8 @@ def placed_rephrasing(tokenizer: Tokenizer, fact: Fact, wording: str) -> Rephras
 
 
 def check_rephrasings(facts: Sequence[Fact]) -> Verdict:
-    """No fact is sought in a wording in which it is evaluated: such a score would say that the search fits, not that the fact holds."""
+    """Check that no fact is sought in a wording in which it is evaluated: such a score would say that the search fits, not that the fact
+    holds."""
     seen = [f"{fact.name}: {said.prompt!r} is sought and evaluated" for fact in facts for said in fact.rephrasings
             if any(_same_question(fact, said, prompt) for prompt in fact.paraphrases)]
     count = sum(len(fact.rephrasings) for fact in facts)

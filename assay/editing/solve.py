@@ -46,7 +46,8 @@ def solve_rome(residual_D: Tensor, key_F: Tensor, moment_FF: Tensor) -> Factors:
 
 
 def moment_penalty(moment_FF: Tensor, weight: float, earlier_Fm: Tensor | None) -> Tensor:
-    """What must stay: `weight` times the text's keys and the keys of earlier edits, so that two solves equal one joint solve."""
+    """Penalty for what must stay: `weight` times the text's keys and the keys of earlier edits, so that two solves equal one joint
+    solve."""
     penalty = weight * floored_moment(moment_FF)
     return penalty if earlier_Fm is None else penalty + earlier_Fm.double() @ earlier_Fm.double().T
 
@@ -75,7 +76,8 @@ def solve_alphaedit(projector_FF: Tensor, residuals_Dn: Tensor, keys_Fn: Tensor,
 
 
 def as_low_rank(factors: Factors) -> LowRank:
-    """In fp32, as patches are applied. More edits than values: the product itself is the smaller thing to keep."""
+    """Solved factors as a LowRank patch in fp32, as patches are applied. Where there are more edits than dimensions, the product itself is
+    the smaller thing to keep."""
     left, right = factors
     if left.shape[1] > min(left.shape[0], right.shape[1]):
         left, right = torch.eye(len(left), dtype=torch.float64), factors.delta()

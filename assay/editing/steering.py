@@ -37,7 +37,7 @@ class SteeringVector:
 
 @dataclass(frozen=True)
 class AskedSteering:
-    """What --steer FILE[:SCALE] asks for. `notes` say what assay steer measured of it, and what nobody has."""
+    """Steering asked for by --steer FILE[:SCALE]. `notes` say what assay steer measured of it, and what nobody has."""
 
     vector: SteeringVector
     path: str
@@ -77,7 +77,8 @@ def _measured_notes(found: dict[str, Any] | None, measured: float | None, scale:
 
 
 def steer_for_good(model: Transformer, asked: AskedSteering, digest: str) -> None:
-    """As `steered`, for as long as the model lives: before an engine is made of it, which samples and is checked with the vector."""
+    """Steer a model for as long as it lives, unlike `steered`: before an engine is made of it, which samples and is checked with the
+    vector."""
     add_vector(model, asked.vector, asked.scale, digest)
 
 
@@ -89,7 +90,7 @@ def steered(model: Transformer, steering: SteeringVector, scale: float, digest: 
 
 
 def add_vector(model: Transformer, steering: SteeringVector, scale: float, digest: str) -> RemovableHandle:
-    """Until the handle is removed. Refused where the vector is of other weights."""
+    """Add a steering vector until the handle is removed. Refused where the vector is of other weights."""
     if steering.parent != digest:
         raise ArtifactError(f"the steering vector belongs to weights {steering.parent[:12]}, these are {digest[:12]}: another model's "
                             "directions mean nothing here; make one of its own")
@@ -105,7 +106,8 @@ def add_vector(model: Transformer, steering: SteeringVector, scale: float, diges
 
 
 def contrast_vector(model: Transformer, shown: Sequence[Batch], other: Sequence[Batch], layer: int, digest: str) -> SteeringVector:
-    """Of answers that show what is wanted and of answers that do not, each a row; the tokens that have a weight are the answer's."""
+    """Steering vector: mean state of answers that show what is wanted minus that of answers that do not, each answer a row; the tokens that
+    have a weight are the answer's."""
     return SteeringVector(digest, layer, (answer_states(model, shown, layer) - answer_states(model, other, layer)).float().cpu())
 
 

@@ -46,7 +46,7 @@ def require_span(tokenizer: Tokenizer, span: Sequence[int], subject: str, name: 
 
 
 def answer_ids(tokenizer: Tokenizer, answer: str) -> tuple[int, ...]:
-    """What must be said after a prompt: the ids that generation would have to produce, first space included."""
+    """Token ids that must be generated after a prompt, first space included."""
     ids = tokenizer.encode(with_leading_space(answer))
     if (decoded := tokenizer.decode(ids)).strip() != answer:
         raise DataError(f"the answer {answer!r} decodes to {decoded!r}: this tokenizer cannot say it")
@@ -77,7 +77,7 @@ def placeable_facts(tokenizer: Tokenizer, facts: Sequence[Fact]) -> tuple[list[F
 
 
 def sifted(facts: Sequence[Fact], check: Callable[[Fact], object]) -> tuple[list[Fact], list[RefusedFact]]:
-    """Those that pass, in order, and those that raise a DataError, with its sentence."""
+    """Facts that pass a check, in order, and those that raise a DataError, with its sentence."""
     kept: list[Fact] = []
     refused: list[RefusedFact] = []
     for fact in facts:

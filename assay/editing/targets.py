@@ -93,7 +93,7 @@ def read_prefix(model: Transformer, rows: Sequence[Sequence[int]]) -> PrefixCach
     """Rows end in the same column, so that what follows begins in the same one; a row may be empty."""
     tokens, documents = padded(rows, model.embed.weight.device, left=True)
     recording = RecordingCache([], [])
-    model.hidden(tokens, documents=documents, cache=recording)  # type: ignore[arg-type]  # a view like those of cache.py
+    model.hidden(tokens, documents=documents, cache=recording)  # type: ignore[arg-type]  # a view like those of kv_cache.py
     return PrefixCache(recording.keys, recording.values, documents)
 
 
@@ -157,7 +157,8 @@ def find_targets(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact]
 
 
 def _search(model: Transformer, rows: TargetRows, layer: int, options: TargetOptions) -> list[Target]:
-    """All facts of the rows at once. A fact that has arrived stays where it is, and its rows are computed no longer."""
+    """Search the targets of all facts of the rows at once. A fact that has arrived stays where it is, and its rows are computed no
+    longer."""
     initial_nD, essence_nV = _initial(model, rows, layer)
     lengths_n = initial_nD.norm(dim=-1)
     deltas = Deltas(initial_nD, options.lr, options.clamp * lengths_n)
@@ -229,7 +230,7 @@ def _losses(model: Transformer, rows: TargetRows, deltas_nD: Tensor, essence_nV:
 
 
 def _states(model: Transformer, rows: TargetRows) -> Tensor:
-    return model.hidden(rows.tokens, documents=rows.documents, cache=rows.before)  # type: ignore[arg-type]  # a view like those of cache.py
+    return model.hidden(rows.tokens, documents=rows.documents, cache=rows.before)  # type: ignore[arg-type]  # a view like those of kv_cache.py
 
 
 def _logprobs(model: Transformer, states_BTD: Tensor, places: Tensor) -> Tensor:
@@ -296,7 +297,7 @@ def _chosen(rows: TargetRows, facts: list[int]) -> TargetRows:
 
 @contextlib.contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient within the block."""
+    """Freeze all parameters within the block: none asks for a gradient."""
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in asked:

@@ -90,7 +90,7 @@ def _tune(model: Transformer, tuned: dict[str, Tensor], rows: Sequence[AskedRow]
 
 
 def drawn(of: int, count: int, seed: int, name: str, step: int) -> list[int]:
-    """Which ones a step reads: in a new order each time round, every one as often as every other."""
+    """Indices that a step reads: in a new order each time round, every one as often as every other."""
     count = min(count, of)
     places = range(step * count, (step + 1) * count)
     orders = {time: torch.randperm(of, generator=generator(seed, "tuning", name, time)).tolist()
@@ -150,7 +150,7 @@ def fact_surprises(model: Transformer, rows: Sequence[AskedRow], facts: int) -> 
 
 @contextlib.contextmanager
 def tuned_in_place(model: Transformer, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """These parameters ask for gradients within the block; afterwards they have their old bits, even after an error."""
+    """Make these parameters trainable within the block; afterwards they have their old bits, even after an error."""
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in names}
     saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:

@@ -59,7 +59,7 @@ def evaluate_edits(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fac
 
 
 def text_surprise(model: Transformer, reading: TokenizedText) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Per row of text: summed −log p, and over how many tokens."""
+    """Summed −log p per row of text, and over how many tokens."""
     rows = [row for row in reading.rows if len(row) > 1]
     found = completion_logprobs(model, [(row[:1], row[1:]) for row in rows], q.PLAIN)
     return np.array([-float(row.double().sum()) for row in found]), np.array([len(row) for row in found], dtype=np.float64)
@@ -227,7 +227,7 @@ def check_perplexity(found: Estimate, goal: float) -> Verdict:
 
 
 def check_update(sizes: Mapping[str, float], reached: Sequence[float] | None = None, largest_update: float = LARGEST_UPDATE) -> Verdict:
-    """No matrix is moved by a large part of itself; a rank-one edit maps its key to its value (`reached` is 1)."""
+    """Check that no matrix is moved by a large part of itself; a rank-one edit maps its key to its value (`reached` is 1)."""
     if not sizes:
         return refuted("update", "no tensor changed: nothing was edited")
     largest = max(sizes, key=lambda name: sizes[name])
@@ -249,7 +249,7 @@ def check_subjects(served: int, refused: Sequence[RefusedFact]) -> Verdict:
 
 
 def check_retest(claimed: Sequence[FactReply], found: Sequence[FactReply]) -> Verdict:
-    """What was claimed of an edit, whenever it was measured, is true of the final model as read back from the disk."""
+    """Check that what was claimed of an edit, whenever it was measured, is true of the final model as read back from the disk."""
     final = {reply.question.fact: reply for reply in found if reply.question.kind == "efficacy"}
     lost = [reply.question.fact for reply in claimed if reply.says and not final[reply.question.fact].says]
     words = f"of {sum(bool(reply.says) for reply in claimed)} edits that were said to hold, {len(lost)} do not hold in the final model"

@@ -71,7 +71,8 @@ def _unlike_rank(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int]
 
 
 def _unlike_fluency(model: Transformer, tokenizer: Tokenizer, found: EditedReplies, stop_ids: Collection[int]) -> list[str]:
-    """Of the first fact: its text token by token, and the entropy of its pairs and triples by counting."""
+    """Differences in the fluency of the first fact, recomputed: its text token by token, and the entropy of its pairs and triples by
+    counting."""
     prompt = _prompt_ids(tokenizer, found.of("efficacy")[0].question.prompt)
     ids: list[int] = []
     while len(ids) < FLUENT_TOKENS:
@@ -93,14 +94,14 @@ def _bits(counts: "Counter[tuple[int, ...]]") -> float:
 
 
 def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """With what this tokenizer puts before every text, and without what some put after it."""
+    """Token ids of a prompt, with what this tokenizer puts before every text, and without what some put after it."""
     plain, dressed = tokenizer.encode(text), tokenizer.encode(text, special=True)
     starts = [place for place in range(len(dressed)) if dressed[place : place + len(plain)] == plain]
     return dressed[: starts[0] + len(plain)] if starts else plain
 
 
 def _greedy(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], recorded: str, stop_ids: Collection[int]) -> str | None:
-    """What the likeliest tokens say instead of what is recorded; None where they say it, or where two are as likely."""
+    """Greedy text where it differs from what is recorded; None where it does not, or where two tokens are as likely."""
     ids: list[int] = []
     while len(text := tokenizer.decode(ids, special=False)) < len(recorded) or _half_said(text, recorded):
         best = _next_logits(model, [*prompt, *ids]).topk(2)
@@ -130,8 +131,8 @@ def _logprobs(model: Transformer, prompt: Sequence[int], completion: Sequence[in
 
 
 def check_edit_figures(facts: Sequence[Fact], before: EditedReplies, after: EditedReplies, estimates: Mapping[str, Estimate]) -> Verdict:
-    """All that the facts bring along was asked; every score is the mean that the replies give, and its n counts facts, or replies where
-    they are all of one fact."""
+    """Check that all that the facts bring along was asked; every score is the mean that the replies give, and its n counts facts, or
+    replies where they are all of one fact."""
     due = _scores(before, after)
     asked = {"efficacy": len(facts), "paraphrase": sum(len(fact.paraphrases) for fact in facts),
              "neighbourhood": sum(len(fact.neighbourhood) for fact in facts), "portability": sum(len(fact.portability) for fact in facts)}

@@ -1,6 +1,6 @@
 """Evaluation folder: request.json says what was asked, scores.jsonl holds a line per example, eval.json what they come to.
 
-The same command goes on where it was killed. Another model, dataset, prompt or setting in the same folder is refused.
+The same command resumes where it was killed. Another model, dataset, prompt or setting in the same folder is refused.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class EvalFolder:
             refused.pop_all()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Written together, after all of them are scored."""
+        """Append rows, written together, after all of them are scored."""
         rows = list(rows)
         with durable.as_store_error(self.folder / SCORES):
             self.file.write(b"".join(_line(row) for row in rows))
@@ -60,8 +60,8 @@ class EvalFolder:
         self.file.close()
 
     def _require_ours(self) -> None:
-        """Nothing is put into a folder of something else. One that was killed early may have left nothing but its lock; rows and graders
-        that were given in memory lie in `inputs`."""
+        """Refuse a folder of something else. One that was killed early may have left nothing but its lock; rows and graders that were given
+        in memory lie in `inputs`."""
         names = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith(durable.PARTIAL)}
         if REQUEST not in names and names - {SCORES, "inputs"}:
             raise UsageError(f"{self.folder} holds something else; give an empty or a new folder with --out")
@@ -73,7 +73,8 @@ class EvalFolder:
             raise UsageError(f"{self.folder}: another evaluation is writing here; wait for it, or give another --out") from None
 
     def _claim(self) -> None:
-        """Under the lock: of two that begin at once, the scores of one must not come to stand under the request of the other."""
+        """Claim the folder for this request, under the lock: of two that begin at once, the scores of one must not come to stand under the
+        request of the other."""
         path = self.folder / REQUEST
         if not path.exists():
             if os.fstat(self.file.fileno()).st_size:

@@ -40,7 +40,7 @@ def witness_evaluation(folder: Path, loaded: LoadedModel, texts: Mapping[str, st
 
 
 def keep_eval_record(folder: Path, loaded: LoadedModel, texts: Mapping[str, str], asked: Mapping[str, Any], *, raw: bool) -> None:
-    """As many examples, drawn by the seed, as the witness can score within bounds."""
+    """Keep a record of as many examples, drawn by the seed, as the witness can score within bounds."""
     device, parameters = loaded.model.embed.weight.device.type, parameter_count(loaded.model)
     drawn = sorted(texts, key=lambda name: derive(asked["seed"], "witness", name))[:asked["witness"]]
     kept, tokens, generates = list[dict[str, Any]](), 0, asked["task"] not in ("choices", "counterfact", "text")

@@ -41,7 +41,7 @@ EvalProgress = Callable[[int, int], None]  # (examples done, of all)
 
 
 class Unsound(GuardStop):
-    """What was refuted: the scores would not mean what they say, so none are given."""
+    """Error of an evaluation whose soundness was refuted: the scores would not mean what they say, so none are given."""
 
     def __init__(self, verdict: Verdict):
         super().__init__(f"nothing is concluded: {verdict.reason}")
@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvalSetup:
-    """What one evaluation asks of a model: `texts` are the prompts by example, `raw` leaves the chat template out."""
+    """Setup of one evaluation: `texts` are the prompts by example, `raw` leaves the chat template out."""
 
     loaded: LoadedModel
     task: Task
@@ -146,7 +146,7 @@ def _after(setup: EvalSetup, rows: Sequence[Mapping[str, Any]], dataset: str) ->
 
 
 def _request(setup: EvalSetup) -> dict[str, Any]:
-    """All that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
+    """Request of an evaluation: all that the scores depend on. The path of the model is not among it: a moved folder is the same model."""
     loaded, task, weight = setup.loaded, setup.task, setup.loaded.model.embed.weight
     prompts = hashlib.sha256("\0".join(setup.texts.values()).encode("utf-8", "backslashreplace")).hexdigest()
     request = {"task": task.name, "dataset": dataset_digest(task.examples), "examples": len(task.examples), "checkpoint": loaded.identity,

@@ -35,7 +35,7 @@ class ScoredFeedback:
 
     @property
     def one_sided(self) -> bool:
-        """Fewer than two examples of one label: nothing can be said of how far the two are apart."""
+        """Whether fewer than two examples have one of the labels: nothing can be said of how far the two are apart."""
         return min(int(self.desirable.sum()), int((~self.desirable).sum())) < 2
 
     def margin(self, level: float = 0.95) -> Estimate:
@@ -60,7 +60,7 @@ class ScoredFeedback:
 
 @torch.no_grad()
 def score_feedback(model: Transformer, batches: Iterable[Batch], settings: KtoSettings, *, rows: int) -> ScoredFeedback:
-    """All examples of the batches; the KL is estimated on all of their mismatched completions together."""
+    """Score all examples of the batches; the KL is estimated on all of their mismatched completions together."""
     read, found, ids = hashlib.sha256(), list[Values](), list[str]()
     training, device = model.training, model.embed.weight.device
     model.eval()

@@ -97,7 +97,7 @@ class HeldOutTally:
             yield batch, losses
 
     def require_same(self, found: HeldOut) -> None:
-        """Of the loss that is printed, and of the documents' losses, weighed by their tokens."""
+        """Compare the batches' own sum with the loss that is printed, and with the documents' losses, weighted by their tokens."""
         due, tokens = self.nll / self.weight, found.token_counts
         assert tokens is not None
         for name, loss in (("the loss", found.loss), ("the documents' losses", float((found.per_document * tokens).sum() / tokens.sum()))):

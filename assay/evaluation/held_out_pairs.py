@@ -54,13 +54,13 @@ class ScoredPairs:
 
 
 def mean_of(values: Values) -> Estimate:
-    """With its t-interval, also where all are 0 or 1: a loss is no rate."""
+    """Mean with its t-interval, also where all values are 0 or 1: a loss is no rate."""
     return ratio(values, np.ones_like(values))
 
 
 @torch.no_grad()
 def score_pairs(model: Transformer, batches: Iterable[Batch], settings: PreferenceSettings, *, rows: int) -> ScoredPairs:
-    """All pairs of the batches, in rows of one shape."""
+    """Score all pairs of the batches, in rows of one shape."""
     read, found, ids = hashlib.sha256(), list[NDArray[np.float64]](), list[str]()
     training, device = model.training, model.embed.weight.device
     model.eval()

@@ -17,7 +17,7 @@ from assay.model.transformer import Transformer
 
 @torch.no_grad()
 def score_rewards(model: Transformer, batches: Iterable[Batch], settings: RewardModelSettings, *, rows: int) -> ScoredPairs:
-    """All pairs of the batches, in rows of one shape; a log-probability is not asked for, and stands as the reward."""
+    """Score all pairs of the batches, in rows of one shape; a log-probability is not asked for, and stands as the reward."""
     read, found, ids = hashlib.sha256(), list[Values](), list[str]()
     training, device = model.training, model.embed.weight.device
     model.eval()

@@ -60,7 +60,7 @@ class LoadedModel:
         return [completion for completion in found if completion is not None]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
-        """Of each continuation after its context; the context begins as every text of this tokenizer begins.
+        """Log-likelihood of each continuation after its context; the context begins as every text of this tokenizer begins.
 
         The space that joins them is no byte of the continuation's: lm-eval divides by the same lengths.
         """
@@ -75,7 +75,8 @@ class LoadedModel:
         return [bool((found == 0).all()) for found in completion_logprobs(self.model, split, replace(PLAIN_SAMPLING, temperature=0.0))]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[Likelihood]:
-        """Of each whole text, every token once. Longer than the context, it is read in windows that begin with the last token before."""
+        """Log-likelihood of each whole text, every token once. Longer than the context, it is read in windows that begin with the last
+        token before."""
         windows, owner = [], []
         ids = [self.tokenizer.encode(text) for text in texts]
         for number, tokens in enumerate(ids):
@@ -104,7 +105,7 @@ class LoadedModel:
         return context or (self._first(),), rest
 
     def _first(self) -> int:
-        """What stands before a text that nothing precedes: the beginning-of-text token, else the end of the text before."""
+        """Token id before a text that nothing precedes: the beginning-of-text token, else the end of the text before."""
         first = next((id for id in (self.artifact.stops.bos, self.artifact.stops.eos) if id is not None), None)
         if first is None:
             raise UsageError(f"{self.artifact.path}: no token begins or ends a text, so nothing can predict a first token; name one as "
@@ -125,7 +126,7 @@ class LoadedModel:
 
 
 def prompt_token_ids(tokenizer: Tokenizer, text: str, *, raw: bool) -> tuple[int, ...]:
-    """As the tokenizer begins a text, or through the chat template, which brings its own beginning."""
+    """Token ids of a prompt: as the tokenizer begins a text, or through the chat template, which brings its own beginning."""
     if tokenizer.template is None or raw:
         return tuple(tokenizer.encode(text, special=True))
     return tuple(tokenizer.encode(tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True)))

@@ -50,7 +50,8 @@ def _passed(rows: Sequence[Mapping[str, Any]], k: int) -> dict[str, float]:
 
 def check_read_back(folder: Path, rows: Sequence[Mapping[str, Any]], estimates: Mapping[str, Estimate],
                     asked: Mapping[str, Any]) -> Verdict:
-    """What lies in the folder, by nothing but the standard library: the rows, once each; what was asked; every figure; and the digest."""
+    """Check an evaluation's folder by nothing but the standard library: the rows, once each; what was asked; every figure; and the
+    digest."""
     scores = (folder / "scores.jsonl").read_bytes()
     try:
         written = json.loads((folder / "eval.json").read_bytes())

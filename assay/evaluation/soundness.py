@@ -47,7 +47,8 @@ def check_complete(task: Task, rows: _Rows, k: int) -> Verdict:
 
 
 def check_sample_seeds(rows: _Rows, temperature: float) -> Verdict:
-    """Two samples of one prompt may be equal by chance; how small that chance is, their own log-probability says."""
+    """Check that samples were drawn with different seeds. Two samples of one prompt may be equal by chance; how small that chance is, their
+    own log-probability says."""
     pairs = [row["samples"][:2] for row in rows if len(row.get("samples", ())) > 1]
     if temperature == 0 or not pairs:
         why = "greedy decoding draws nothing" if temperature == 0 else "one sample a prompt has nothing to be compared with"
@@ -76,7 +77,7 @@ def _chance_of_so_many(count: int, n: int, expected: float) -> float:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Of drawn tokens: how far their log-probabilities lie above what draws from the stated distribution have on average."""
+    """Statistics of sampled tokens: how far their log-probabilities lie above what draws from the stated distribution have on average."""
 
     tokens: int = 0
     above: float = 0.0  # Σ (log p of what was drawn − its mean under p), each floored at LEAST_LIKELY
@@ -113,7 +114,8 @@ def check_draws(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bo
 
 
 def judge_draws(found: DrawnTokens, sampling: Sampling, looks: int = 1) -> Verdict:
-    """Of tokens scored again, in one go or summed over `looks` rollouts, each of which might have raised the alarm by chance."""
+    """Judge whether rescored tokens were sampled as stated, in one go or summed over `looks` rollouts, each of which might have raised the
+    alarm by chance."""
     evidence, chances = asdict(found), 2 * looks * looks
     if found.cut_off > max(10, 0.05 * found.tokens):
         return refuted("draws", f"{found.cut_off} of {found.tokens} tokens lie outside top-k {sampling.top_k} and top-p {sampling.top_p}: "
@@ -131,7 +133,7 @@ def judge_draws(found: DrawnTokens, sampling: Sampling, looks: int = 1) -> Verdi
 
 
 def check_rescored(loaded: LoadedModel, rows: _Rows, sampling: Sampling, *, raw: bool) -> Verdict:
-    """Some samples of an evaluation, spread over it."""
+    """Check some samples of an evaluation, spread over it, by scoring them again."""
     samples = [(loaded.ids_of(row["prompt"], raw=raw), sample["ids"], sample["logprob"]) for row in rows for sample in row["samples"]]
     return judge_rescored(loaded.model, samples, sampling)
 
@@ -200,7 +202,7 @@ def _near_a_cut(scaled_NV: Tensor, sampling: Sampling) -> bool:
 
 @torch.no_grad()
 def nats_below_likeliest(model: Transformer, prompt: Sequence[int], ids: Sequence[int]) -> float:
-    """Summed over the tokens: how far each lies below the likeliest in its place."""
+    """Distance below greedy in nats: how far each token lies below the likeliest in its place, summed."""
     tokens = torch.tensor([[*prompt, *ids]], device=model.embed.weight.device)
     logits_NV = policy_logits(model, model.hidden(tokens)[0, len(prompt) - 1 : -1])
     said_N = logits_NV.gather(-1, tokens[0, len(prompt):, None]).squeeze(-1)
@@ -229,7 +231,7 @@ def rescored_draws(model: Transformer, prompt: Sequence[int], ids: Sequence[int]
 
 @torch.no_grad()
 def rescored_together(model: Transformer, samples: Sequence[tuple[Sequence[int], Sequence[int]]], sampling: Sampling) -> DrawnTokens:
-    """Of every sample (prompt, ids), many in one pass: what pads a row stands after it, where no token of it looks."""
+    """Rescore every sample (prompt, ids), many in one pass: padding stands after a row, where no token of it looks."""
     device, found = model.embed.weight.device, DrawnTokens()
     for some in _in_passes([(*prompt, *ids) for prompt, ids in samples], [len(prompt) for prompt, _ in samples]):
         rows_BT, width = [row for row, _ in some], max(len(row) for row, _ in some)
@@ -276,7 +278,8 @@ def check_dataset(recorded: str, examples: Sequence[TaskExample]) -> Verdict:
 
 
 def check_pass_at_k(estimator: Callable[[int, int, int], float], n: int = 6) -> Verdict:
-    """Against the definition, for every count and k up to n: the share of k-subsets of n samples that hold a right one."""
+    """Check the pass@k estimator against the definition, for every count and k up to n: the share of k-subsets of n samples that hold a
+    right one."""
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
         due = sum(map(any, subsets)) / len(subsets)
@@ -302,7 +305,7 @@ def check_recorded_answers(loaded: LoadedModel) -> list[Verdict]:
 
 @torch.no_grad()
 def check_repeatable(model: Transformer, ids: Sequence[int]) -> Verdict:
-    """Two passes over the same tokens give the same bits: nothing random, such as dropout, is left on."""
+    """Check that two passes over the same tokens give the same bits: nothing random, such as dropout, is left on."""
     tokens = torch.tensor([list(ids)], device=model.embed.weight.device)
     first, second = model.logits(model.hidden(tokens)), model.logits(model.hidden(tokens))
     if model.training or not torch.equal(first, second):
@@ -347,7 +350,8 @@ def check_question_copies(task: Task) -> Verdict:
 
 
 def _question(task: Task, example: TaskExample) -> str:
-    """All by which an example is asked and answered; what the task does not know of that may be in any column but the name."""
+    """Question of an example: all by which it is asked and answered; what the task does not know of that may be in any column but the
+    name."""
     if isinstance(task, PerplexityTask):
         return task.text(example)
     if isinstance(task, MultipleChoiceTask):

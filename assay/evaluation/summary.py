@@ -55,7 +55,7 @@ def _generated(task: GenerationTask, rows: _Rows, k: int) -> dict[str, Estimate]
 
 
 def _chosen(task: MultipleChoiceTask, rows: _Rows) -> dict[str, Estimate]:
-    """By every measure, the task's own first; each part of the task by itself."""
+    """Accuracy by every measure, the task's own first; each part of the task by itself."""
     found = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         own = [row for row in rows if row["part"] == part]

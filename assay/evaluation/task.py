@@ -174,7 +174,7 @@ def check_scoring(task: Task) -> list[Verdict]:
 
 
 def evenly_spaced(examples: Sequence[TaskExample], most: int) -> list[TaskExample]:
-    """At most so many, evenly from the first to the last."""
+    """At most `most` examples, evenly spaced from the first to the last."""
     step = max(1, math.ceil(len(examples) / most))
     return list(examples[::step])
 

@@ -48,12 +48,13 @@ class Agreement:
 
 
 def measure_agreement(student: Transformer, teacher: Transformer, batches: Iterable[Batch], *, vocab: int | None = None) -> Agreement:
-    """Over every token with weight. A document that goes on in another row or batch is one document still, by its id."""
+    """Agreement of student and teacher over every token with weight. A document that goes on in another row or batch is one document still,
+    by its id."""
     return _by_document(student, batches, lambda batch: compare_tokens(student, teacher, batch, vocab=vocab))
 
 
 def weighted_agreement(found: Sequence[Agreement], shares: Sequence[float]) -> Agreement:
-    """Of several teachers, on the same documents."""
+    """Weighted agreement with several teachers, on the same documents."""
     assert all(each.ids == found[0].ids and each.teacher_ce is not None for each in found), "all read the same batches"
     of = lambda name: np.tensordot(shares, np.stack([getattr(each, name) for each in found]), 1)  # noqa: E731
     return Agreement(found[0].ids, found[0].tokens, *(of(name) for name in ("kl", "top1", "student_ce", "teacher_ce")))

@@ -51,7 +51,8 @@ def on_loopback(listener: socket.socket) -> bool:
 
 
 class AccessGate:
-    """Who may speak: the holder of the token; without a token, and about health, anybody, but on loopback only by a local name.
+    """Access control of a server: the holder of the token may speak; without a token, and about health, anybody, but on loopback only by a
+    local name.
 
     A page whose name was rebound to 127.0.0.1 after it was loaded speaks from the user's own browser, but under its own name.
     """

@@ -17,7 +17,8 @@ class Detokenizer:
         self._anchor = self._read = 0  # ids before `_read` are in the text; decoding begins at `_anchor`, for spaces between tokens
 
     def feed(self, ids: Sequence[int]) -> int | None:
-        """None, or how many of these ids there are up to the one that completed a stop string; the text then ends before it."""
+        """Detokenize more ids; returns None, or how many of them there are up to the one that completed a stop string, before which the
+        text then ends."""
         old = len(self.ids)
         self.ids += ids
         before = self._decoded(self._anchor, self._read)
@@ -42,7 +43,7 @@ class Detokenizer:
         return self._show(len(self.text))
 
     def _found(self, text: str) -> int | None:
-        """Where the first stop string begins; all before this was searched earlier, but for what one may reach back into."""
+        """Place where the first stop string begins; all before this was searched earlier, but for what one may reach back into."""
         start = max(0, len(self.text) - max(map(len, self.stops), default=1) + 1)
         return min((at for stop in self.stops if (at := text.find(stop, start)) >= 0), default=None)
 

@@ -65,7 +65,7 @@ class ActiveCompletion:
         return self.request.sampling.max_new - self.launched
 
     def gain(self, ids: list[int], logprobs: list[float], version: str) -> CompletionProgress:
-        """Takes the tokens of launched steps, up to the one that ends it."""
+        """Take the tokens of launched steps, up to the one that ends the completion."""
         stopped_after = self.detokenizer.feed(ids) if self.detokenizer is not None else None
         if stopped_after is not None:
             ids, logprobs, self.ended = ids[:stopped_after], logprobs[:stopped_after], "stop string"
@@ -131,7 +131,7 @@ class Engine:
     # ── what a caller does ────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: GenerationRequest) -> int:
-        """Puts the request into the queue; its ticket comes back with everything it gains."""
+        """Put a request into the queue; its ticket comes back with everything it gains."""
         stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
         _refuse_unservable(request, stop_ids, self.length, self.weights.model.config.vocab, self.tokenizer)
         self._tickets += 1
@@ -154,7 +154,7 @@ class Engine:
         return ended
 
     def cancel(self, ticket: int) -> list[CompletionProgress]:
-        """Ends the request's members that are not over, with what they have; a ticket that is over is left alone."""
+        """End the request's members that are not over, with what they have; a ticket that is over is left alone."""
         cancelled = [active for active in (*self._waiting, *self._in_slots) if active is not None and active.ticket == ticket]
         self._waiting = deque(active for active in self._waiting if active.ticket != ticket)
         for active in cancelled:
@@ -191,7 +191,8 @@ class Engine:
     # ── launches ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _may_launch(self) -> bool:
-        """What may come next in a grammar depends on what came, so nothing is launched ahead of it."""
+        """Whether the next step may be launched ahead: what may come next in a grammar depends on what came, so nothing is launched ahead
+        of it."""
         awaited = any(active is not None and active.path is not None for _, launched in self._launched for active in launched)
         return len(self._launched) < self._launches_ahead and not awaited
 
@@ -234,7 +235,7 @@ class Engine:
         return gained
 
     def _free_slots(self) -> None:
-        """Frees the slots whose completions have ended; the device is told of those that it would go on with."""
+        """Free the slots whose completions have ended; the device is told of those that it would go on with."""
         over = [(slot, active) for slot, active in enumerate(self._in_slots) if active is not None and active.ended is not None]
         unfinished = [slot for slot, active in over if active.ended not in ("stop", "length")]
         if unfinished:
@@ -281,7 +282,7 @@ class Engine:
         return -1 if follows is None else self._kept.get(follows, (-1, ()))[0]
 
     def _continued(self, slot: int, active: ActiveCompletion) -> SlotExtension | None:
-        """What is left to compute where the slot holds the beginning of the request's prompt; None where it does not."""
+        """Rest to compute where the slot holds the beginning of the request's prompt; None where it does not."""
         if active.request.follows is None or self._home(active) != slot:
             return None
         held = self._kept[active.request.follows][1]
@@ -313,7 +314,7 @@ class Engine:
             self._copy(more)
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """From slot, to slot, so many places."""
+        """Copy KV-cache entries between slots; each item is (source slot, target slot, number of places)."""
         sources, targets, widths = zip(*copies, strict=True)
         self.slots.cache.copy(self._indices(sources), self._indices(targets), max(widths))
 

@@ -76,7 +76,7 @@ class Prefill:
         self.weights.model.hidden(filled.tokens_BT, documents=filled.documents_BT, cache=view, starts=filled.starts)
 
     def extend(self, continued: Sequence[SlotExtension]) -> None:
-        """Several slots go on with tokens that were not drawn in them: what an environment answered. A pass of its own, without graphs."""
+        """Extend several slots with tokens that were not drawn in them: what an environment answered. A pass of its own, without graphs."""
         device, lengths = self.weights.device, [len(one.ids) for one in continued]
         documents = documents_from_lengths(lengths, max(lengths))
         tokens = torch.zeros(documents.shape, dtype=torch.long)
@@ -90,7 +90,7 @@ class Prefill:
             self.weights.model.hidden(to_device(tokens, device), cache=view)
 
     def _capture(self, filled: PrefillBatch) -> Callable[[PrefillBatch], None]:
-        """No pass before it to warm up: one of this width has been made."""
+        """Capture a prefill as a CUDA graph, without a pass before it to warm up: one of this width has been made."""
         fixed = PrefillBatch(*(part.clone() for part in filled))
         with capture_graph() as graph:
             self.run(fixed)
@@ -98,7 +98,7 @@ class Prefill:
 
 
 def packed_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> PrefillBatch:
-    """All prompts in one row; `starts` is as long as it can be for the cache, so that a width is a shape."""
+    """Prefill batch of all prompts in one row; `starts` is as long as it can be for the cache, so that a width is a shape."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     total, width = int(lengths.sum()), LEAST
     while width < total:
@@ -125,7 +125,7 @@ def padded_prefill(prompts: Prompts, slots: Sequence[int], cache: SlotCache) -> 
 
 
 def concatenated(prompts: Prompts, total: int) -> Tensor:
-    """All prompts end to end. Numpy takes a tenth of the time that torch does to read Python's numbers: 0.8 ms of 256 prompts, not 7."""
+    """Prompts end to end. Numpy takes a tenth of the time that torch does to read Python's numbers: 0.8 ms of 256 prompts, not 7."""
     return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(prompts), np.int64, total))
 
 

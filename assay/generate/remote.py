@@ -112,7 +112,7 @@ class RemoteEngine:
         return [[found for member in range(group) if (found := ended[ticket, member]) is not None] for ticket in tickets]
 
     def check_replies(self) -> Verdict:
-        """What could not be read was refused when it came."""
+        """Verdict on the server's replies; what could not be read was refused when it came."""
         return proven("reply", f"{self.replies} replies of {self.server.words} answered the ids that they were sent, {self.tokens} tokens "
                       "each with its log-probability", replies=self.replies, tokens=self.tokens)
 
@@ -204,7 +204,7 @@ class VllmServer:
         return cls(http, f"vLLM {version}", dtype_named(str(model["dtype"]), http.url), int(model["max_model_len"]), served["id"], adapters)
 
     def take(self, folder: Path, version: str) -> None:
-        """In this order: weights, cache, name. Nothing is asked of it before all three are done."""
+        """Load new weights, in this order: weights, cache, name. Nothing is asked of the server before all three are done."""
         if self.adapters:
             self._join(folder, version)
         else:
@@ -214,7 +214,7 @@ class VllmServer:
             self.http.post("/update_weight_version", {"new_version": version})
 
     def _join(self, folder: Path, version: str) -> None:
-        """An adapter of the same name is of a sitting that was interrupted: the one in the folder takes its place."""
+        """An adapter of the same name is of a session that was interrupted: the one in the folder takes its place."""
         if version in {model["id"] for model in self.http.get("/v1/models")["data"]}:
             self.http.post("/v1/unload_lora_adapter", {"lora_name": version})
         self.http.post("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
@@ -305,7 +305,7 @@ class HttpServer:
     token: str | None = None
 
     def get(self, path: str, *, absent_ok: bool = False) -> Any:
-        """None where there is no such path, if that is an answer."""
+        """GET a path; None where there is no such path, if that is an answer."""
         return self._ask(path, None, absent_ok)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:

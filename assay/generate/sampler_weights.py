@@ -34,7 +34,7 @@ def fingerprint(model: nn.Module) -> str:
 
 @torch.no_grad()
 def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of each alone, made where it lies; one wait for all of them."""
+    """Checksum of each tensor, made where it lies; one wait for all of them."""
     sums = [_checksum([tensor]) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack([total.cpu() for total in sums]).tolist(), strict=True)) if sums else {}
 
@@ -88,7 +88,7 @@ class SamplerWeights:
         self._record_loaded()
 
     def load(self) -> bool:
-        """Takes up the weights as they are now; True where some have new addresses, so that captured graphs are void."""
+        """Load the weights as they are now; True where some have new addresses, so that captured graphs are void."""
         before = self._addresses
         parameters = dict(self.source.named_parameters())
         if parameters.keys() != self._loaded.keys():

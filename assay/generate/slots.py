@@ -156,8 +156,8 @@ class Slots:
         model.run, model.together = torch.compile(run_blocks, dynamic=False, **options), blocks_per_graph(model.config)
 
     def _capture(self, penalise: bool) -> torch.cuda.CUDAGraph:
-        """With every slot at rest, so that the steps of the warm-up change nothing. Training compiles the same code for its own shapes,
-        and beyond the limit torch would leave ours uncompiled without a word."""
+        """CUDA graph of a decoding step, captured with every slot at rest, so that the steps of the warm-up change nothing. Training
+        compiles the same code for its own shapes, and beyond the limit torch would leave ours uncompiled without a warning."""
         resting, length = self.running.clone(), self.cache.length
         self.running.zero_()
         self.log.cursor.zero_()

@@ -103,7 +103,7 @@ def check_fields(subject: ProofSubject) -> Verdict:
 
 
 def _scale(subject: ProofSubject) -> str:
-    """Of an adapter, as its own file has it."""
+    """Scale of an adapter (alpha, rank, rsLoRA), as its own file has it."""
     fields = subject.raw.fields
     return f"alpha {fields['lora_alpha']:g}, rank {fields['r']}, use_rslora {str(bool(fields.get('use_rslora'))).lower()}"
 
@@ -158,7 +158,7 @@ def _without_parent(subject: ProofSubject) -> Verdict:
 
 
 def _same(subject: ProofSubject) -> Verdict:
-    """For exports: the source's numbers, as closely as the written format holds them, and so its answers."""
+    """Check that an export has the source's numbers, as closely as the written format holds them, and so its answers."""
     source = subject.against
     assert source is not None
     assert subject.bound is not None
@@ -199,7 +199,7 @@ def _another_parent(subject: ProofSubject, parent: Artifact) -> str | None:
 
 
 def _not_merged(subject: ProofSubject, source: Artifact) -> str | None:
-    """What a merge left out or put in twice: tensor by tensor, and in the answers."""
+    """Message about what a merge left out or put in twice: tensor by tensor, and in the answers."""
     if source.patch is None or source.base is None:
         return None
     before, changed, found = source.base.tensors, merged_tensors(source, torch.float32), subject.artifact.tensors
@@ -300,7 +300,7 @@ def _plausible(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]
 
 
 def _carried(subject: ProofSubject, movement: dict[str, tuple[Tensor, Tensor]]) -> Iterator[Pair]:
-    """To where the proof computes, one after the other."""
+    """Pairs of tensors, moved one after the other to the device where the proof computes."""
     return ((name, before.to(subject.device), after.to(subject.device)) for name, (before, after) in movement.items())
 
 

@@ -1,4 +1,4 @@
-"""Base difference: what an adapter that was trained on a base in few bits says on that base as its file holds it, measured and stated.
+"""Base difference: how far the answers of an adapter trained on a quantised base differ on the unquantised file, measured and stated.
 
 PEFT and whoever merges into the file compute on weights that the adapter was not trained on. That may be good enough, and is never the
 same: it is said in numbers, and no check calls it proven.

@@ -92,7 +92,8 @@ def _consumer_bound(subject: ProofSubject) -> float:
 
 @torch.no_grad()
 def _consumer_answers(model: torch.nn.Module, tokens: Tensor, ids: Tensor, device: str) -> ProbeLogits:
-    """On the CPU where the device has no room for one more model: whatever is proven beside it stays there."""
+    """Logits through transformers, computed on the CPU where the device has no room for one more model: whatever is proven beside it stays
+    there."""
     try:
         logits = model.to(device)(tokens.to(device)).logits.float().cpu()
     except torch.OutOfMemoryError:
@@ -101,8 +102,8 @@ def _consumer_answers(model: torch.nn.Module, tokens: Tensor, ids: Tensor, devic
 
 
 def known_of_source(subject: ProofSubject, check: str) -> Verdict | None:
-    """What a proof has heard of the very same bytes: of a copy whose source, file for file the same and written by the same code, carries
-    a hallmark that says so. One model speaks alike wherever its files lie."""
+    """Earlier verdict on the very same bytes: of a copy whose source, file for file the same and written by the same code, carries a
+    hallmark that says so. One model speaks alike wherever its files lie."""
     source = None if subject.against is None or not subject.is_copy else subject.against.raw.checkpoint
     mine = subject.raw.checkpoint
     if source is None or mine is None or source.hallmark is None or mine.model_files() != source.model_files():
@@ -145,7 +146,8 @@ def check_generations(subject: ProofSubject) -> Verdict:
 
 
 def _held_to_parent(subject: ProofSubject, parent: Artifact, words: str, evidence: dict[str, Any]) -> Verdict | None:
-    """Of a model whose texts do not end: whether it lost what its parent knew. None where the parent's do not end either.
+    """Compare a model whose texts do not end with its parent: whether it lost what its parent knew. None where the parent's do not end
+    either.
 
     A model that learned to say more ends later. So it is given more room, and a stop is lost only where it is no longer likely where
     the parent's own texts ended.
@@ -241,8 +243,8 @@ def _no_consumer(subject: ProofSubject) -> str | None:
 
 
 def _loaded(artifact: Artifact, device: str) -> tuple[torch.nn.Module, list[str]]:
-    """Straight onto a GPU, where `accelerate` is there for it and the GPU has room: an fp32 copy of a large model on the host takes
-    minutes."""
+    """Load the model through transformers, straight onto a GPU where `accelerate` is there for it and the GPU has room: an fp32 copy of a
+    large model on the host takes minutes."""
     if device == "cpu" or importlib.util.find_spec("accelerate") is None:
         return _load_with_transformers(artifact)
     try:
@@ -301,7 +303,7 @@ def _put_in(model: torch.nn.Module, weights: dict[str, Tensor]) -> list[str]:
 
 
 def _give_base_back(subject: ProofSubject, model: torch.nn.Module) -> None:
-    """On a GPU the base that transformers loaded serves the next adapter, once this one is taken off it."""
+    """Keep, on a GPU, the base that transformers loaded for the next adapter, once this one is taken off it."""
     artifact = subject.read
     if artifact.base is not None and subject.device != "cpu" and artifact.config.vocab == artifact.base.config.vocab:
         with warnings.catch_warnings():
@@ -392,12 +394,12 @@ def health_prompts(speaker: ModelGenerator) -> tuple[ProbePrompt, ...]:
 
 
 def _end(text: str, speaker: ModelGenerator, room: int) -> str:
-    """Its last words, as many as fit."""
+    """Last words of a text, as many as fit."""
     words = text.split(" ")
     fitting = (" ".join(words[first:]) for first in range(len(words)))
     return next((end for end in fitting if speaker.loaded.length_of(end, raw=True) <= room), "")
 
 
 def _speaker(artifact: Artifact, built: Transformer | None, device: str, ahead: int = 1) -> ModelGenerator:
-    """Nothing is compiled: a few hundred tokens are over sooner."""
+    """Generator for the texts of a proof. Nothing is compiled: a few hundred tokens are over sooner."""
     return ModelGenerator(LoadedModel(artifact, device=device, model=built, graphed=False), HEALTH_SAMPLING, ahead=ahead)

@@ -63,7 +63,8 @@ def check_rounding(written: Artifact, source: Artifact, scheme: CompressedScheme
 
 
 def check_fitted(written: Artifact, source: Artifact, scheme: CompressedScheme, rows: list[list[int]]) -> Verdict:
-    """On rows that it was not fitted to, it answers nearer to the source than the source rounded to the nearest codes does."""
+    """Check that the fitted model answers nearer to the source than the source rounded to the nearest codes does, on rows that it was not
+    fitted to."""
     layout = hf_layout(source.config)
     codes, said = compressed_weights(to_foreign(layout, source.tensors), scheme, torch.float32)
     plain = plain_weights({"quantization_config": said}, codes, "the nearest codes")

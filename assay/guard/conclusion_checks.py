@@ -19,7 +19,8 @@ NEAR_THE_FOOT = 0.1  # of the peak rate: where a schedule that time has ended sh
 
 
 def check_same_held_out(before: str | None, now: str | None) -> Verdict:
-    """Two evaluations, each with the digest of what it scored, are of the same set: else neither is better, and nothing has improved."""
+    """Check that two evaluations, each with the digest of what it scored, are of the same set: else neither is better, and nothing has
+    improved."""
     if before is None or now is None:
         return unproven("held_out_set", "an evaluation does not say what it scored", optional=True)
     words = f"the evaluation scored the set {now[:12]}, and the one before it {before[:12]}"

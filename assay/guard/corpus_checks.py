@@ -14,7 +14,7 @@ FEWEST_HELD_OUT = 2  # one alone shows no spread
 
 
 def require_held_out(place: Path | str, count: int, of: str, advice: str) -> None:
-    """Refused before anything is spent: with one held-out document every evaluation, and the hand-over, would end in an error."""
+    """Refuse too few held-out documents before anything is spent: with one, every evaluation, and the hand-over, would end in an error."""
     if count < FEWEST_HELD_OUT:
         raise DataError(f"{place}: {count} held-out {of}{'' if count == 1 else 's'}; one alone shows no spread, so that no score could "
                         f"have an interval; expected at least {FEWEST_HELD_OUT}: {advice}")

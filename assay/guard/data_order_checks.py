@@ -33,7 +33,7 @@ def check_consumed(steps: Sequence[Step], order: Order | PackedExamples) -> Verd
 
 
 def check_epoch_order(order: Order) -> Verdict:
-    """No window comes twice in an epoch, on whatever rank, and the next epoch has an order of its own."""
+    """Check that no window comes twice in an epoch, on whatever rank, and that the next epoch has an order of its own."""
     readable = order.steps * order.rows * order.world  # a last step that the data does not fill is never taken
     places = min(order.windows, readable, PLACES)
     first = _global_rows(order, 0, places)
@@ -51,7 +51,7 @@ def check_epoch_order(order: Order) -> Verdict:
 
 @dataclass
 class SourceCount:
-    """What was read of one source of a mixture: rows, ids in their order, trained tokens, and when it had been read completely."""
+    """Counts of one source of a mixture: rows, ids in their order, trained tokens, and when it had been read completely."""
 
     rows: int = 0
     read: list[int] = field(default_factory=list)  # examples or windows, by number
@@ -60,8 +60,8 @@ class SourceCount:
 
 
 def check_mixture(order: MixedExamples | MixedOrder | MixedDraws, steps: int) -> Verdict:
-    """Of the first `steps` steps (of prompts: rollouts), counted row by row: every source has its share, to a row or so; it is read whole
-    before anything of it is read again, and in another order then."""
+    """Check the mixture of the first `steps` steps (of prompts: rollouts), counted row by row: every source has its share, to a row or so;
+    it is read whole before anything of it is read again, and in another order then."""
     names, sizes = source_sizes(order)
     found, total = [SourceCount() for _ in names], sum(order.shares)
     for step in range(steps):
@@ -103,8 +103,8 @@ def rows_of_step(order: MixedExamples | MixedOrder | MixedDraws, step: int) -> l
 
 
 def _odd_reading(read: Sequence[int], size: int, rows: int) -> str | None:
-    """In words, where something was read again before the rest was read, or in the same order as before. Of few rows the same order
-    may come twice by itself."""
+    """Message where something was read again before the rest was read, or in the same order as before, else None. Of few rows the same
+    order may come twice by itself."""
     epochs = [read[start : start + size] for start in range(0, len(read), size)]
     for number, epoch in enumerate(epochs):
         often = Counter(epoch).most_common(1)[0]

@@ -176,7 +176,7 @@ def _agreement_at(row: int, column: int, tables: list[Tensor | None], batch: Bat
 
 
 def _close_call(logprobs: Tensor) -> bool:
-    """Two tokens are as likely, but for rounding: which of them is the likeliest says nothing."""
+    """Whether two tokens are as likely, but for rounding: which of them is the likeliest says nothing."""
     best = logprobs.topk(2).values
     return float(best[0] - best[1]) < SAME_AGREEMENT
 
@@ -214,7 +214,8 @@ def check_stored_answers(student: Transformer, batch: Batch, blend: Distillation
 
 @torch.no_grad()
 def check_teacher_deterministic(teacher: Transformer, batch: Batch) -> Verdict:
-    """Asked twice, the teacher says the same to the last bit: it is in evaluation mode and nothing in it is drawn by lot."""
+    """Check that the teacher is deterministic: asked twice, it answers the same to the last bit. It is in evaluation mode and nothing in it
+    is random."""
     if training := [name or "the teacher" for name, module in teacher.named_modules() if module.training]:
         return refuted("answers", f"in training mode: {', '.join(training[:3])}; dropout would blur what the teacher knows. Call eval() "
                                   "on it", modules=len(training))
@@ -320,7 +321,7 @@ def naive_distillation(teacher: Transformer, blend: DistillationSettings) -> Nai
 
 
 def _top_and_rest(q: Tensor, p: Tensor, weighs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Both as log-probabilities of the tokens that are `weighs`' likeliest, and of all the others together."""
+    """Log-probabilities of the tokens that are `weighs`' likeliest, and of all the others together, for both models."""
     ids = weighs.topk(k, -1).indices
     inside = torch.zeros_like(q, dtype=torch.bool).scatter(-1, ids, True)
     one, other = (torch.cat([each.gather(-1, ids), each.masked_fill(inside, -math.inf).logsumexp(-1, keepdim=True)], -1) for each in (q, p))

@@ -143,7 +143,7 @@ def check_overlap(flat: FlatExamples, held_out: Sequence[TrainingExample] | None
 
 
 def conversation_prompts(conversations: Sequence[Conversation]) -> list[str]:
-    """What conversations ask, for `evaluation`: the last that is said to the model, or the plain prompt."""
+    """Prompts of conversations, for `evaluation`: the last that is said to the model, or the plain prompt."""
     texts = []
     for conversation in conversations:
         told = [message["content"] for message in conversation.messages if message["role"] == "user"]
@@ -195,7 +195,7 @@ def check_batch(batch: Batch, examples: Mapping[str, TrainingExample | Preferenc
 
 
 def check_supervised_weight(step: int, learned: float, due: float) -> Verdict:
-    """Of a step that was taken."""
+    """Check the supervised weight of a step that was taken against that of its audited examples."""
     words = f"step {step} learned from tokens that weigh {learned:g}, its audited examples weigh {due:g}"
     if abs(learned - due) > 1e-4 * due:
         return refuted("batch", f"{words}: something between the batch and the loss masks or adds tokens", step=step)

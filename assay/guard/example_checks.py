@@ -24,7 +24,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
 
 @dataclass(frozen=True)
 class FlatExamples:
-    """All examples as one stream; `runs` are its supervised stretches, each within one row."""
+    """Examples as one stream; `runs` are its supervised stretches, each within one row."""
 
     examples: Sequence[TrainingExample]
 
@@ -46,12 +46,12 @@ class FlatExamples:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """Which example each token belongs to."""
+        """Index of the example that each token belongs to."""
         return np.repeat(np.arange(len(self.examples)), self.lengths)
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
-        """Where in its example each token stands."""
+        """Place of each token in its example."""
         return np.arange(len(self.tokens)) - self.starts[self.rows]
 
     @cached_property
@@ -67,7 +67,7 @@ class FlatExamples:
 
     @cached_property
     def complete(self) -> NDArray[np.bool_]:
-        """For each run, whether its end is here: the last run of an example cut at the length may lack it."""
+        """Whether the end of each supervised run is here: the last run of an example cut at the length may lack it."""
         _, _, rows = self.runs
         cut = np.array([example.cut for example in self.examples], np.bool_)
         last = np.append(rows[1:] != rows[:-1], True) if len(rows) else np.zeros(0, np.bool_)
@@ -123,7 +123,7 @@ def check_intended(flat: FlatExamples, tokenizer: Tokenizer) -> Verdict:
 
 
 def _answer_frame(tokenizer: Tokenizer) -> str:
-    """What the template writes between its generation prompt and the words of any answer, such as gpt-oss's channel; often nothing."""
+    """Text that the template writes between its generation prompt and the words of any answer, such as gpt-oss's channel; often nothing."""
     if tokenizer.template is None:
         return ""
     asked = [{"role": "user", "content": "?"}]
@@ -201,7 +201,7 @@ def check_stop(flat: FlatExamples, tokenizer: Tokenizer, stops: SpecialTokens) -
 
 
 def _no_stop_hint(tokenizer: Tokenizer, stops: SpecialTokens, last: int) -> str:
-    """What to do where an answer ends with `last`, which stops nothing."""
+    """Advice where an answer ends with `last`, which stops nothing."""
     if last == stops.turn_end:
         return (f"the chat template ends turns with {tokenizer.piece(last)!r}, which stops nothing; name it as eos_token in "
                 "tokenizer_config.json, or among eos_token_id in generation_config.json")

@@ -37,8 +37,8 @@ def same_geometry(child: Artifact, parent: Artifact) -> bool:
 
 
 def tensor_pairs(subject: ProofSubject) -> list[Pair]:
-    """As the files hold them, where both are folders of one layout: fused in our model, a third of a matrix hides behind the rest. They
-    stay where they are: a GPU may have no room for all of them once more."""
+    """Tensors of parent and child as the files hold them, where both are folders of one layout: fused in our model, a third of a matrix
+    hides behind the rest. They stay where they are: a GPU may have no room for all of them once more."""
     parent, child = subject.against, subject.artifact
     assert parent is not None
     before, after = parent.raw.tensors, child.raw.tensors
@@ -67,13 +67,13 @@ def untrained_change(pairs: Iterable[Pair]) -> str | None:
 
 
 def _of_one_size(before: Tensor, after: Tensor) -> bool:
-    """What was exchanged or drawn anew is about as large as it was; what began near 0 grows, and moves far for its size."""
+    """Whether two tensors are about as large: what was exchanged or drawn anew is; what began near 0 grows, and moves far for its size."""
     return bool(before.float().norm() / 2 < after.float().norm() < before.float().norm() * 2)
 
 
 def _another_matrix(name: str, before: Tensor, after: Tensor) -> str | None:
-    """Its direction is no more the parent's than chance would have it, or is that of the transpose. A small model that was trained
-    hard may keep a tenth of its direction (0.09 was seen); of two that know nothing of each other the cosine is about 1/√n."""
+    """Message where a matrix's direction is no more the parent's than chance would have it, or is that of the transpose. A small model that
+    was trained hard may keep a tenth of its direction (0.09 was seen); of two that know nothing of each other the cosine is about 1/√n."""
     if before.dim() != 2 or not before.any():  # what was all zero had no direction
         return None
     cosine = _cosine(before, after)
@@ -99,8 +99,8 @@ def _strayed(moved: dict[str, float]) -> str | None:
 
 
 def _flipped_bits(name: str, before: Tensor, after: Tensor) -> str | None:
-    """Up to eight weights, each one bit away from where it would have moved with the others. Of a vector (a norm, a bias) a few may
-    well go ahead of the rest: there the gap must be wider."""
+    """Message where up to eight weights are each one bit away from where they would have moved with the others. Of a vector (a norm, a
+    bias) a few may well go ahead of the rest: there the gap must be wider."""
     if before.numel() <= MOST_FLIPS + 1 or after.dtype not in _WHOLE:
         return None
     distance = (after.float() - before.float()).abs().flatten()
@@ -141,8 +141,8 @@ def absurd_weights(tensor: Tensor) -> str | None:
 
 
 def adapter_scale_records(folder: Path, fields: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What the trainer wrote beside an adapter about how much it counts: files that agree with adapter_config.json, and those, in
-    words, that do not. What was pickled is not opened."""
+    """Records that the trainer wrote beside an adapter about its scale: files that agree with adapter_config.json, and those, in words,
+    that do not. What was pickled is not opened."""
     agree, differ = [], []
     for file in sorted({file for pattern in RECORDS for file in folder.glob(pattern)}):
         if file.is_symlink() or not file.is_file() or file.stat().st_size > LARGEST_RECORD:

@@ -91,7 +91,7 @@ def check_judge_places(judge: Judge) -> Verdict:
 
 
 def _scores_by_number(payload: Mapping[str, Any]) -> HttpReply:
-    """What an endpoint would say that takes each completion for its score."""
+    """Reply of an endpoint that takes each completion for its score."""
     page = str(payload["messages"][-1]["content"])
     shown = json.loads(page.rpartition("The completions:\n")[2])
     scores = [{"id": each["id"], "explanation": "", "score": float(each["messages"][-1]["content"])} for each in shown]
@@ -123,7 +123,8 @@ def check_position_bias(shown: Iterable[Sequence[float]]) -> Verdict:
 
 
 def check_judge_agreement(repeats: Sequence[Repeat]) -> Verdict:
-    """Asked again, in another order, the judge ranks the same way: on the mean of Kendall's τ over groups, at least 0.5.
+    """Check that the judge agrees with itself: asked again, in another order, it ranks the same way, on the mean of Kendall's τ over groups
+    at least 0.5.
 
     What is below is a contradiction where chance does not explain it: the upper end of a 99.9 % interval is below too.
     """
@@ -145,7 +146,7 @@ def check_judge_agreement(repeats: Sequence[Repeat]) -> Verdict:
 
 
 def _constant_sway(sways: Sequence[float]) -> Verdict | None:
-    """All groups scored in the very order of the page: no spread to estimate, and no doubt."""
+    """Verdict where all groups are scored in the very order of the page: no spread to estimate, and no doubt."""
     if len(sways) >= FEWEST_GROUPS and sways[0] != 0:
         return refuted("judge_position", f"all {len(sways)} groups are scored in the order of the page, whatever stands there")
     return None

@@ -73,7 +73,8 @@ class PlacedArtifact:
         return self._live[device][1]
 
     def lend_consumer(self, device: str, load: Callable[[], nn.Module]) -> nn.Module:
-        """Another library's model of it, for `take_back`; on a GPU the one that was lent before, if it came back as it was."""
+        """Lend another library's model of the artifact, for `take_back`; on a GPU the one that was lent before, if it came back as it
+        was."""
         model = self._consumers.pop(device, None)
         if model is None:
             model = load()
@@ -87,14 +88,14 @@ class PlacedArtifact:
             self._consumers[device] = model
 
     def bytes_on(self, device: str) -> int:
-        """What it takes there now."""
+        """Bytes that the artifact takes on a device now."""
         models = [where[device] for where in (self._models, self._consumers) if device in where]
         tensors: list[Tensor] = [tensor for model in models for tensor in model.parameters()]
         tensors += self._placed[device].tensors.values() if device in self._placed else []
         return sum({tensor.data_ptr(): tensor_bytes(tensor) for tensor in tensors}.values())
 
     def leave(self, device: str) -> None:
-        """Its memory there is given back once nobody else holds it."""
+        """Leave a device: the memory there is given back once nobody else holds it."""
         made: tuple[dict[str, Any], ...] = (self._placed, self._models, self._live, self._consumers, self._lent)
         for kept in made:
             kept.pop(device, None)
@@ -105,7 +106,7 @@ class PlacedArtifact:
 
 
 class KeptArtifacts:
-    """Whole models alone: an adapter is small, and opened anew on the base that is kept."""
+    """Cache of opened artifacts, whole models alone: an adapter is small, and opened anew on the base that is kept."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self.most = most
@@ -113,7 +114,8 @@ class KeptArtifacts:
         self.reused: list[Path] = []  # by the proof under way, though an earlier one opened them
 
     def open(self, path: str | Path, base: str | Path | None = None, *, held: str | None = None) -> Artifact:
-        """As `open_artifact`. One that was opened before, and whose files are the same files since, is not read again."""
+        """Open an artifact as `open_artifact` does. One that was opened before, and whose files are the same files since, is not read
+        again."""
         place = locate_artifact(path)
         if place.adapter:
             return open_artifact(path, base=base, opened=self.open, held=held)
@@ -140,7 +142,7 @@ class KeptArtifacts:
         self.reused = []
 
     def end(self) -> None:
-        """After a proof: the oldest go, and on a GPU nothing stays that another program may need."""
+        """End a proof: the oldest artifacts go, and on a GPU nothing stays that another program may need."""
         self._kept = self._kept[-self.most:]
         for kept in self._kept:
             kept.proofs += 1
@@ -188,7 +190,7 @@ def _patch_on(patch: Patch, device: str) -> Patch:
 
 
 def proof_device(asked: str, needed: int, headroom: int = 0) -> tuple[str, str | None]:
-    """Where a proof runs: on the GPU it may use, if so many bytes are free there beside what the run still needs; else here, and why."""
+    """Device of a proof: the GPU it may use, if so many bytes are free there beside what the run still needs; else the CPU, and why."""
     if asked == "cpu":
         return "cpu", None
     free, total = torch.cuda.mem_get_info(asked)

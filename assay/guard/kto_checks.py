@@ -163,7 +163,8 @@ def check_feedback_direction(before: ScoredFeedback, after: ScoredFeedback) -> V
 
 
 def feedback_doubts(before: ScoredFeedback | None, found: ScoredFeedback) -> list[str]:
-    """What a margin does not tell. `before` is the parent on the same examples; without it, the reference that the rewards are of."""
+    """Doubts about a KTO run that a margin does not show. `before` is the parent on the same examples; without it, the reference that the
+    rewards are of."""
     if found.one_sided:
         return []
     moved = found.rewards if before is None else found.logps - before.logps
@@ -208,7 +209,7 @@ def _completions(model: Transformer, batch: Batch, *, side: int) -> list[tuple[T
 
 
 def _labels(batch: Batch) -> list[float]:
-    """Of every example, in the order of its documents."""
+    """Labels of every example, in the order of its documents."""
     assert batch.documents is not None
     assert batch.advantage is not None
     return [float(batch.advantage[row][batch.documents[row] == number][0]) for row in range(len(batch))

@@ -38,7 +38,7 @@ FLOAT_BAND = 0.02  # of 16-bit floats; llama.cpp rounds activations too
 
 @dataclass(frozen=True)
 class LlamaReading:
-    """What llama.cpp is asked of a file, and what the source says to the same."""
+    """Questions to llama.cpp about a file, and the source's answers to the same."""
 
     texts: tuple[str, ...]
     rows: tuple[list[int], ...]
@@ -90,7 +90,7 @@ def texts_that_must_agree(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def coarsest_type(file: Path) -> str:
-    """Of the types in a file, that with the widest band."""
+    """Tensor type of a GGUF file that has the widest band."""
     types = {tensor.type.lower() for tensor in read_gguf_header(file).tensors.values()}
     return max(sorted(types), key=lambda name: SURPRISE_BAND.get(name, 0.0))
 

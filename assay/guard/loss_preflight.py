@@ -118,7 +118,8 @@ def check_precision(model: Transformer, objective: Objective, batch: Batch, foun
 
 
 def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each kind of tensor, all layers together, how many times its gradient is in what was found: ⟨found, due⟩ / ⟨due, due⟩."""
+    """Gradient ratio of each kind of tensor, all layers together: how many times the due gradient is in what was found, ⟨found, due⟩ /
+    ⟨due, due⟩."""
     kinds: dict[str, list[str]] = {}
     for name in due:
         kinds.setdefault(re.sub(r"^blocks\.\d+\.", "", name), []).append(name)
@@ -129,7 +130,7 @@ def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, 
 
 @torch.no_grad()
 def check_isolation(model: Transformer, batch: Batch) -> Verdict:
-    """Two documents packed into a row: other words in the first change nothing in the second."""
+    """Check that packed documents do not leak: of two in a row, other words in the first change nothing in the second."""
     tokens, half = batch.tokens[:1].cpu(), batch.tokens.shape[1] // 2
     documents = (torch.arange(tokens.shape[1])[None] >= half).int()
     changed = torch.where(documents == 0, (tokens + 1) % model.config.vocab, tokens)
@@ -160,7 +161,7 @@ def check_padding(model: Transformer, objective: Objective, batch: Batch) -> Ver
 
 @torch.no_grad()
 def check_determinism(model: Transformer, objective: Objective, batch: Batch) -> Verdict:
-    """Two evaluations of the same batch agree to the last bit: no dropout, no state, nothing left in training mode."""
+    """Check determinism: two evaluations of the same batch agree to the last bit: no dropout, no state, nothing left in training mode."""
     training = model.training
     model.eval()
     still = [name or "the model" for name, module in model.named_modules() if module.training]
@@ -180,7 +181,7 @@ def naive_loss(model: Transformer, batch: Batch) -> Tensor:
     def row_logprobs(states_TD: Tensor, tokens_T: Tensor) -> Tensor:
         return model.logits(states_TD[:-1]).float().log_softmax(-1).gather(-1, tokens_T[1:, None]).squeeze(-1)
 
-    # A row at a time, its logits made again on the way back: of 151,936 ids those of four rows alone would take ten gigabytes.
+    # A row at a time, its logits recomputed in the backward pass: of 151,936 ids those of four rows alone would take ten gigabytes.
     rows = zip(states, batch.tokens, strict=True)
     taken = [checkpoint(row_logprobs, *row, use_reentrant=False, preserve_rng_state=False) for row in rows]
     return -(torch.stack(taken) * batch.weight[:, 1:]).sum() / batch.weight.sum()
@@ -341,8 +342,8 @@ def _ragged(weight: Tensor) -> Tensor:
 
 def compare_gradients(check: str, what: str, one: Gradients, two: Gradients, model: Transformer,
                       reordered: Callable[[int], tuple[Gradients, Gradients]] | None = None) -> Verdict:
-    """Within the rounding of what the model computes in; in fp32 tensor by tensor. In bf16 rounding alone moves a small tensor's
-    gradient by more than any bound, so that all are taken together.
+    """Compare loss and gradients computed in two ways, within the rounding of the compute dtype; in fp32 tensor by tensor. In bf16 rounding
+    alone moves a small tensor's gradient by more than any bound, so that all are taken together.
 
     Where terms cancel, rounding is more of what is left, and the deeper the model the more of it: `reordered`, the two with their sums
     in another order, is asked a few times where the bound does not hold. How far each is from itself is rounding; a fault stays.
@@ -413,6 +414,6 @@ def nudged_norms(model: Transformer, draw: int = 0) -> Iterator[None]:
 
 
 def _bound(model: Transformer) -> float:
-    """Of what the model computes in, or of its gradients' dtype where that is coarser."""
+    """Parity bound of the compute dtype, or of the gradients' dtype where that is coarser."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} & PARITY_BOUNDS.keys()
     return max(PARITY_BOUNDS[dtype] for dtype in {model.compute_dtype or torch.float32, *trained})

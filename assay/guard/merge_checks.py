@@ -34,7 +34,8 @@ def check_same_shape(parents: Sequence[Artifact]) -> Verdict:
 
 
 def check_relatives(parents: Sequence[Artifact]) -> Verdict:
-    """All come from one model: their matrices point the same way. The first, a base where there is one, is compared with the others."""
+    """Check that all models come from one: their matrices point the same way. The first, a base where there is one, is compared with the
+    others."""
     first, found = merged_tensors(parents[0]), {}
     for other in parents[1:]:
         found[str(other.path)] = matrices_cosine(first, merged_tensors(other))
@@ -49,7 +50,7 @@ def check_relatives(parents: Sequence[Artifact]) -> Verdict:
 
 
 def check_ancestry(parents: Sequence[Artifact], base: Artifact | None) -> Verdict:
-    """What the parents' own manifests say of where they come from: one model, which is the base where one is given."""
+    """Check, by the parents' own manifests, that they come from one model, which is the base where one is given."""
     recorded = {str(each.path): ancestor_digest(each) for each in parents if base is None or each.digest != base.digest}
     if not recorded or any(digest is None for digest in recorded.values()):
         return unproven("ancestry", "not every parent says where it comes from (files of another tool); their matrices speak for them",
@@ -63,7 +64,7 @@ def check_ancestry(parents: Sequence[Artifact], base: Artifact | None) -> Verdic
 
 
 def ancestor_digest(artifact: Artifact) -> str | None:
-    """Of the weights that a checkpoint's manifest names as its parent."""
+    """Digest of the weights that a checkpoint's manifest names as its parent."""
     if artifact.raw.checkpoint is None:
         return None
     parent = artifact.raw.checkpoint.facts.get("parent")
@@ -72,7 +73,7 @@ def ancestor_digest(artifact: Artifact) -> str | None:
 
 def check_merged_bytes(written: Mapping[str, Tensor], asked: Merge, models: Sequence[Mapping[str, Tensor]],
                        base: Mapping[str, Tensor] | None) -> Verdict:
-    """What was written, read back, against the formula written out in double precision: every tensor of the models, and no other."""
+    """Check what was written, read back, against the formula written out in double precision: every tensor of the models, and no other."""
     if apart := sorted(written.keys() ^ models[0].keys()):
         return refuted("arithmetic", f"{len(apart)} tensors are not in what was written, or not in its parents: {', '.join(apart[:3])}")
     shares = {}

@@ -53,7 +53,8 @@ class LogprobFloor:
 
     @property
     def demanded(self) -> bool:
-        """Of no token: no two engines were compared, nothing but the last bits may differ, and no later measurement widens it."""
+        """Whether exact agreement is demanded: the floor was measured on no token, since no two engines were compared; nothing but the last
+        bits may differ, and no later measurement widens it."""
         return self.tokens == 0
 
     @property
@@ -63,13 +64,13 @@ class LogprobFloor:
 
     @property
     def bound(self) -> float:
-        """Two paths that each round to the compute dtype may be as far apart as rounding moves both of them, where it happened to
-        round both alike on the few tokens that the floor was measured on."""
+        """Bound on the mean difference. Two paths that each round to the compute dtype may be as far apart as rounding moves both of them,
+        where it happened to round both alike on the few tokens that the floor was measured on."""
         return max(SLACK * self.likely_most, self.rounding, self.both) + TINY
 
     @property
     def bound_alone(self) -> float:
-        """For one completion."""
+        """Bound for one completion."""
         return max(ALONE * self.likely_most, SLACK * max(self.most, self.rounding, self.both)) + TINY
 
 
@@ -98,8 +99,8 @@ def measure_logprob_floor(model: Transformer, sequences: Sequence[Ids], temperat
 
 @torch.no_grad()
 def measure_last_bits(model: Transformer, sequences: Sequence[Ids], temperature: float, prompt: int) -> LogprobFloor:
-    """What the order of fp32's sums alone may do to the log-probability of any token, drawn or not, whatever the run computes in: a policy
-    that has learned is sure of nearly all it draws, and the rare token that it draws next is farther off than those.
+    """Measure what the order of fp32's sums alone may do to the log-probability of any token, drawn or not, whatever the run computes in: a
+    policy that has learned is sure of nearly all it draws, and the rare token that it draws next is farther off than those.
 
     Sequences of one length. What is demanded of an engine that shall be the trainer, so of no token.
     """
@@ -111,8 +112,9 @@ def measure_last_bits(model: Transformer, sequences: Sequence[Ids], temperature:
 
 
 def floor_anew(model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
-    """Of the weights as they are now: as they grow, and what is said gets rarer, rounding grows. On the longest of these, as many as
-    have tokens enough: a turn may be a few tokens long, and most of what rounding does it does to the rare ones."""
+    """Measure the log-probability floor on the weights as they are now: as they grow, and what is said gets rarer, rounding grows. It is
+    measured on the longest completions, as many as have tokens enough: a turn may be a few tokens long, and rounding affects the rare
+    tokens most."""
     longest = sorted(zip(prompts, completions, strict=True), key=lambda pair: len(pair[1]), reverse=True)
     tokens = np.cumsum([min(len(ids), _COLUMNS) for _, ids in longest])
     enough = max(_ROWS, int((tokens < _ROWS * _COLUMNS).sum()) + 1)
@@ -232,7 +234,7 @@ def check_reference(kl: float, updates: int, floor: LogprobFloor, recorded: str,
 
 
 def check_reference_again(first: Logprobs, again: Logprobs, floor: LogprobFloor) -> Verdict:
-    """Asked about the same completions twice, the reference says the same, to the floor."""
+    """Check that the reference, asked twice about the same completions, answers the same, to the floor."""
     apart = [np.abs(one - two) for one, two in zip(_arrays(first), _arrays(again), strict=True)]
     mean, alone = float(np.concatenate(apart).mean()), max(float(each.mean()) for each in apart)
     bounds = RARER * floor.bound, RARER * floor.bound_alone
@@ -317,7 +319,7 @@ def trained_documents(batch: Batch) -> list[tuple[tuple[int, ...], list[float]]]
 
 
 def document_arrays(batch: Batch) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """As `trained_documents`, as they lie in the batch."""
+    """Documents of a batch as `trained_documents` has them, as arrays in the order of the batch."""
     found = []
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
     rows = (stream.cpu().numpy() for stream in (batch.tokens, batch.weight, documents))

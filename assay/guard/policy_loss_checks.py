@@ -159,7 +159,7 @@ def _naive_advantages(group: Sequence[RewardValue], scale: str, estimator: str, 
 
 
 def _few(batch: Batch) -> Batch:
-    """Some rows, as different in what they count as there are: of equal ones, no normalisation could be told from another.
+    """Few rows of a batch, as different in what they count as there are: of equal ones, no normalisation could be told from another.
 
     With their share of the divisor: completions × cap is a count of sequences.
     """

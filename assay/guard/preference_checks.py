@@ -64,7 +64,7 @@ def check_pair_scores(model: Transformer, batch: Batch, settings: PreferenceSett
 
 
 def compare_scores(scores: Mapping[str, tuple[NDArray[np.float64], Sequence[float]]]) -> Verdict:
-    """Of each: what an evaluation has, and what is due."""
+    """Compare an evaluation's scores with what is due; by name, both of them."""
     wrong = [name for name, (found, due) in scores.items()
              if len(found) != len(due) or not np.allclose(found, due, rtol=SAME_PAIR_FIGURE, atol=SAME_PAIR_FIGURE)]
     if wrong:
@@ -76,7 +76,8 @@ def compare_scores(scores: Mapping[str, tuple[NDArray[np.float64], Sequence[floa
 
 @torch.no_grad()
 def check_pair_figures(model: Transformer, objective: Objective, batch: Batch, due: Mapping[str, float]) -> Verdict:
-    """What every step writes down beside its loss (rewards, margins, log-probabilities) is what the formulas give, each figure of it."""
+    """Check that what every step writes down beside its loss (rewards, margins, log-probabilities) is what the formulas give, each figure
+    of it."""
     with fp32_uncompiled(model):
         found = averages(objective(model, batch).metrics or {})
     wrong = [f"{name} is {due.get(name)}, written {found.get(name)}" for name in sorted(due.keys() | found.keys())
@@ -90,7 +91,7 @@ def check_pair_figures(model: Transformer, objective: Objective, batch: Batch, d
 
 @torch.no_grad()
 def naive_pair_figures(model: Transformer, batch: Batch, settings: PreferenceSettings) -> dict[str, float]:
-    """Under TRL's names, means over the pairs."""
+    """Preference metrics under TRL's names, means over the pairs, computed plainly."""
     with fp32_uncompiled(model):
         sides = [[logp, reference, tokens] for logp, reference, tokens in _naive_sides(model, batch)]
     logps = [float(logp) for logp, _, _ in sides]
@@ -112,7 +113,7 @@ def moved_reference(batch: Batch) -> Batch:
 
 
 def check_pairs(pairs: Sequence[PreferencePair]) -> Verdict:
-    """Both sides begin with the same prompt, token for token, say something after it, and not the same."""
+    """Check that both sides of a pair begin with the same prompt, token for token, say something after it, and not the same."""
     if not pairs:
         return refuted("pairs", "there are no pairs: none was read, or all were dropped")
     for pair in pairs:
@@ -148,7 +149,7 @@ def check_contradictions(judged: Sequence[tuple[Hashable, Hashable]], noun: str)
 
 
 def check_held_out_prompts(train: Sequence[PreferencePair], held_out: Sequence[PreferencePair], noun: str) -> Verdict:
-    """What is held out answers prompts that are not learned from: of others it measures memory of the prompt too."""
+    """Check that held-out pairs answer prompts that are not learned from: others would measure memory of the prompt too."""
     learned = {pair.prompt for pair in train}
     shared = [pair.id for pair in held_out if pair.chosen.asked and pair.prompt in learned]
     if not shared:
@@ -228,7 +229,8 @@ def check_direction(before: ScoredPairs, after: ScoredPairs) -> Verdict:
 
 
 def doubts(before: ScoredPairs | None, found: ScoredPairs) -> list[str]:
-    """What a margin does not tell. `before` is the parent on the same pairs; without it, the reference that the rewards are of."""
+    """Doubts about a preference run that a margin does not show. `before` is the parent on the same pairs; without it, the reference that
+    the rewards are of."""
     said = []
     chosen, rejected = ((found.chosen_rewards.mean(), found.rejected_rewards.mean()) if before is None else
                         ((found.chosen - before.chosen).mean(), (found.rejected - before.rejected).mean()))
@@ -268,7 +270,7 @@ def naive_preference(settings: PreferenceSettings) -> NaiveLoss:
 
 
 def _naive_sides(model: Transformer, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Chosen and rejected in turn, of every pair both sides of which have a completion."""
+    """Scores of the sides, chosen and rejected in turn, of every pair both sides of which have a completion."""
     assert batch.documents is not None
     states, found = model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions), []
     for row in range(len(batch)):

@@ -91,8 +91,8 @@ def check_name(check: Callable[[ProofSubject], Verdict]) -> str:
 
 
 def prove_apart(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT) -> list[Verdict]:
-    """As `prove`, with the check by another library in a process of its own, because importing that takes longer than all other checks:
-    both read the files for themselves."""
+    """Prove as `prove` does, with the check by another library in a process of its own, because importing that takes longer than all other
+    checks: both read the files for themselves."""
     others = tuple(name for name in map(check_name, PROOF_CHECKS) if name != OTHER_LIBRARY)
     with ThreadPoolExecutor(1, "consumer") as beside:
         asked = beside.submit(prove, replace(request, checks=(OTHER_LIBRARY,)), timeout=timeout)
@@ -123,7 +123,7 @@ def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool
 
 
 def _ask(process: ProvingProcess, request: ProofRequest, timeout: float, beside: bool) -> dict[str, Any] | None:
-    """None where the process died."""
+    """Ask a proving process; None where it died."""
     try:
         return process.answer(asdict(request) | {"threads": proof_threads(beside)}, timeout)
     except TimeoutError:
@@ -163,7 +163,7 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
 
 def ask_witness(records: Sequence[Path], device: str = "cpu", *, timeout: float = PROOF_TIMEOUT, beside: bool = False,
                 headroom: int = 0) -> list[Verdict]:
-    """Kept steps replayed on a device, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is
+    """Replay kept steps on a device, in a process that no trainer has touched. Where it is late or dies it has not spoken: that is
     UNPROVEN."""
     process = PROVING_PROCESSES.take(proof_threads(beside=False))
     try:
@@ -188,13 +188,14 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
 
 
 def stored_bytes(model: Path) -> int:
-    """Of a folder's weight files, without an optimizer's; 0 where it is no folder."""
+    """Bytes of a folder's weight files, without an optimizer's; 0 where it is no folder."""
     files = list(model.glob("*.safetensors")) if model.is_dir() else []
     return sum(file.stat().st_size for file in files if not file.name.startswith(STATE_STEM))
 
 
 def proven_bytes(folder: Path) -> int:
-    """Of weight files that a proof of this checkpoint takes to a GPU: its own, or those of an adapter's base. 0 where it does not open."""
+    """Bytes of weight files that a proof of this checkpoint takes to a GPU: its own, or those of an adapter's base. 0 where it does not
+    open."""
     try:
         base = open_checkpoint(folder, verify=False).facts.get("base")
     except AssayError:
@@ -249,8 +250,8 @@ class Prover:
             self._until = 0.0
 
     def _in_turn(self, ask: Callable[..., list[Verdict]], folder: Path, device: str, *, beside: bool) -> list[Verdict]:
-        """Those of a large model go one after another even when the loop is over, and so to the one process that has its base on the GPU:
-        a second one would find no room there beside the first, and take minutes on the CPU."""
+        """Run proofs in turn: those of a large model go one after another even when the loop is over, and so to the one process that has
+        its base on the GPU: a second one would find no room there beside the first, and take minutes on the CPU."""
         while beside and not self._no_waiting.is_set():
             if time.monotonic() >= self._until and self._turn.acquire(blocking=False):
                 try:
@@ -328,7 +329,7 @@ def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
 
 
 def _with_surroundings(whole: Verdict, reused: list[Path], device: str, why: str | None) -> Verdict:
-    """What a reader of the hallmark should know of the process that earned it."""
+    """Verdict with what a reader of the hallmark should know of the process that earned it."""
     told = [f"{path} is as it was when an earlier proof of this process hashed it" for path in reused]
     return Verdict(whole.check, whole.outcome, "; ".join([whole.reason, *told, *([why] if why else [])]),
                    whole.evidence | {"device": device, "kept_open": [str(path) for path in reused]})
@@ -360,7 +361,8 @@ def _device(request: ProofRequest, artifact: Artifact, parent: Artifact | None, 
 
 
 def _bytes_needed(artifact: Artifact, parent: Artifact | None) -> int:
-    """Of a GPU: tensors as they are stored, and in fp32 for the model, its parent and the same through transformers."""
+    """GPU memory that a proof needs: tensors as they are stored, and in fp32 for the model, its parent and the same through
+    transformers."""
     models = [artifact.tensors, artifact.tensors, *([] if parent is None or parent.tensors is artifact.tensors else [parent.tensors])]
     stored = {id(tensors): sum(map(tensor_bytes, tensors.values())) for tensors in models}
     return sum(map(fp32_bytes, models)) + sum(stored.values())
@@ -373,7 +375,7 @@ def _subject(request: ProofRequest, artifact: Artifact, parent: Artifact | None,
 
 
 def _checked(subject: ProofSubject, request: ProofRequest) -> list[Verdict] | None:
-    """None where a GPU failed the proof: that says nothing of the artifact."""
+    """Run the checks of a proof; None where a GPU failed it: that says nothing of the artifact."""
     try:
         return [_ran(check, subject) for check in request.wanted]
     except RuntimeError:
@@ -416,8 +418,8 @@ def main() -> None:
 
 
 def _warm_up(early: list[str], requests: "queue.SimpleQueue[bytes]") -> None:
-    """What the first proof would wait for, as long as nobody waits. Contexts of one GPU are made one at a time, and a run's own comes
-    first: only where there is none is it made beside the imports, which hold Python's lock while it does not."""
+    """Warm up what the first proof would wait for, as long as nobody waits. Contexts of one GPU are made one at a time, and a run's own
+    comes first: only where there is none is it made beside the imports, which hold Python's lock while it does not."""
     where = default_device() if early[:1] == [WHERE_THERE_IS_ONE] else "".join(early[:1])
     beside = threading.Thread(target=_first_kernels, args=(where,), daemon=True)
     if GPU_TO_ITSELF in early:
@@ -453,8 +455,8 @@ def _answer(line: bytes, kept: KeptArtifacts) -> dict[str, Any]:
 
 
 def _replayed(check: str, records: Sequence[str], asked: str, headroom: int) -> Verdict:
-    """What the witness says of kept steps, or of kept evaluations. One that dies has not spoken, and a sound run must not fall with it.
-    What was kept for a GPU's replay would take hours elsewhere."""
+    """Verdict of the witness on kept steps, or on kept evaluations. A witness that dies has not spoken, and a sound run must not fall with
+    it. What was kept for a GPU's replay would take hours elsewhere."""
     from assay.witness.due_looks import judge_looks
     from assay.witness.replay import replay_steps
 
@@ -469,7 +471,8 @@ def _replayed(check: str, records: Sequence[str], asked: str, headroom: int) -> 
 
 
 def _replay_bytes(record: Path) -> int:
-    """Of a GPU: the record, gradients in double precision, and the logits of a few texts; of an evaluation, its model in fp32."""
+    """GPU memory that a witness replay needs: the record, gradients in double precision, and the logits of a few texts; of an evaluation,
+    its model in fp32."""
     if record.name.startswith("eval-"):
         return 4 * int(json.loads((record / "record.json").read_text())["parameters"]) + _REPLAY_WORKSPACE
     return 3 * sum(file.stat().st_size for file in record.iterdir()) + _REPLAY_WORKSPACE

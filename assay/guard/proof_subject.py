@@ -110,7 +110,7 @@ class ProofSubject:
         return compute_probe_logits(self.against_model)
 
     def _built(self, artifact: Artifact) -> Transformer:
-        """On a GPU an adapter's model shares the memory of its base's, which is there once."""
+        """Build the model of an artifact; on a GPU an adapter's model shares the memory of its base's, which is there once."""
         read = self.read if artifact is self.artifact else self._parent_read
         if self.device != "cpu" and read is not None and read.base is not None:
             base = self.kept.place(read.base).model(self.device)

@@ -31,12 +31,12 @@ _TOLD = 2000  # characters of what it wrote before it died
 
 
 def usable_cores() -> int:
-    """That this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def proof_threads(beside: bool) -> int:
-    """Of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
+    """Threads of a proof, within what the environment allows. Threads that wait for a busy core are many times slower than one."""
     share, allowed = usable_cores() // (2 * CORES_A_PROOF if beside else 2), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return max(1, min(share, int(allowed) if allowed.isdecimal() else share))
 
@@ -70,8 +70,8 @@ class ProvingProcess(JsonChild):
         os.set_blocking(self._pipes()[0], False)
 
     def answer(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
-        """None where it died on the way; TimeoutError where nothing came in time, and then it is ended. Paths mean what they mean here:
-        whoever asks may be in another folder than when the process was started."""
+        """Answer to a request; None where the process died on the way; TimeoutError where nothing came in time, and then it is ended. Paths
+        mean what they mean here: whoever asks may be in another folder than when the process was started."""
         self.asked += 1
         return self.ask(json.dumps({**request, "folder": os.getcwd()}).encode() + b"\n", seconds)
 
@@ -127,8 +127,8 @@ class KeptProcesses:
         return self._early > 1
 
     def start_early(self, threads: int, device: str, count: int = 1, *, libraries: bool = True, alone: bool = False) -> None:
-        """So many that import all they will need and wait, where somebody keeps them. They will prove on `device`, where the first few get
-        ready, too."""
+        """Start `count` processes that import all they will need and wait, where somebody keeps them. They will prove on `device`, where
+        the first few get ready, too."""
         with self._changing:
             self._early = max(self._early, count) if self._keepers else 0
             while self._keepers and len(self._idle) < count:
@@ -136,7 +136,8 @@ class KeptProcesses:
                 self._idle.append(ProvingProcess(threads, ready, libraries=libraries, alone=alone))
 
     def rehearse(self, request: Mapping[str, Any], seconds: float) -> None:
-        """As many as there are proofs at a time answer a request of which nobody reads the answer, each beside whatever else goes on."""
+        """Warm up as many processes as there are proofs at a time: each answers a request whose answer nobody reads, beside whatever else
+        goes on."""
         with self._changing:
             chosen, self._idle = self._idle[:MOST_PROOFS], self._idle[MOST_PROOFS:]
             self._rehearsing += chosen

@@ -71,7 +71,8 @@ def check_publication(checkpoint: Checkpoint, publication: Publication | None) -
 
 
 def check_signature(folder: Path, publication: Publication | None, signers: Path | None = None) -> Verdict:
-    """Asked whether one of `signers` signed, anything else refutes. Unasked, the key is named and nobody vouches for it."""
+    """Check the signature of a publication. Asked whether one of `signers` signed, anything else refutes. Unasked, the key is named and
+    nobody vouches for it."""
     signature = folder / SIGNATURE
     if publication is None or not os.path.lexists(signature):
         told = "nobody signed it: whoever can write to the folder could have changed all of it together"

@@ -30,7 +30,7 @@ LEAST_EFFECTIVE, MOST_KL = 0.5, 0.1  # below it half the rollout is worth nothin
 
 
 class CanaryAnswers(NamedTuple):
-    """What a server said to the canaries, and what the trainer makes of the same tokens: each a list of tokens an answer."""
+    """Answers of a server to the canaries, and the trainer's log-probabilities of the same tokens: each a list of tokens an answer."""
 
     prompts: list[tuple[int, ...]]
     said: list[Completion]
@@ -88,8 +88,8 @@ def rounding_of(answers: CanaryAnswers) -> float:
 
 
 def canary_floor(engine: LogprobFloor, answers: CanaryAnswers) -> LogprobFloor:
-    """Of a server whose rollouts are corrected. Rounding grows with the logits, so it is measured on the weights as they are; by our
-    kernels: the server's round otherwise, and about as much."""
+    """Log-probability floor for the canaries of a server whose rollouts are corrected. Rounding grows with the logits, so it is measured on
+    the weights as they are; by our kernels: the server's round otherwise, and about as much."""
     return with_last_bits(replace(engine, both=max(engine.both, 2 * rounding_of(answers))), answers.last_bits)
 
 
@@ -99,7 +99,7 @@ def with_last_bits(floor: LogprobFloor, last_bits: LogprobFloor) -> LogprobFloor
 
 
 def check_engine_floor(floor: LogprobFloor, engine: str, served: torch.dtype, *, same: bool, last_bits: LogprobFloor = NO_FLOOR) -> Verdict:
-    """Before the first step. Where nothing is corrected, nothing may differ but the last bits."""
+    """Check, before the first step, how far engine and trainer differ. Where nothing is corrected, nothing may differ but the last bits."""
     words = f"{engine} and the trainer differ by {floor.mean:.1e} nats a token (at most {floor.most:.1e}, {floor.tokens} tokens)"
     explained = EXACT + SLACK * floor.rounding + (0.0 if served == torch.float32 else HALF_LOGITS)
     if not floor.mean <= explained:
@@ -112,15 +112,16 @@ def check_engine_floor(floor: LogprobFloor, engine: str, served: torch.dtype, *,
 
 
 def floor_of_server(engine: LogprobFloor, own: LogprobFloor, served: torch.dtype) -> LogprobFloor:
-    """For what a server drew: its engine's floor and the trainer's own, whichever is wider. Among many completions some are one rare
-    token, whose logits, rounded to half precision, are farther off than any of the few that the floor was measured on."""
+    """Log-probability floor for what a server drew: its engine's floor and the trainer's own, whichever is wider. Among many completions
+    some are one rare token, whose logits, rounded to half precision, are farther off than any of the few that the floor was measured on."""
     wider = max(engine, own, key=lambda floor: floor.likely_most)
     most = max(engine.most, own.most, 0.0 if served == torch.float32 else 2 * HALF_LOGITS)
     return replace(wider, most=most, rounding=max(engine.rounding, own.rounding), both=max(engine.both, own.both))
 
 
 def check_canaries(answers: CanaryAnswers, floor: LogprobFloor, version: str) -> Verdict:
-    """After a hand-over: the canaries are answered by the weights, keys and values of this version, and say so."""
+    """Check, after the server took new weights, that the canaries are answered by the weights, keys and values of this version, and that
+    the answers say so."""
     named = {answer.version for answer in answers.said}
     words = f"after the hand-over of {version} {len(answers.said)} answers to prompts of {len(answers.prompts[0])} tokens"
     if named != {version}:
@@ -137,7 +138,7 @@ def check_canaries(answers: CanaryAnswers, floor: LogprobFloor, version: str) ->
 
 
 def check_importance(found: ImportanceWeights) -> Verdict:
-    """What another engine drew is still worth learning from: by effective sample size and KL."""
+    """Check that what another engine drew is still worth learning from: by effective sample size and KL."""
     words = (f"{found.tokens} tokens are worth {found.effective:.1%} of as many of the trainer's own; KL to the trainer {found.kl:.1e} "
              f"nats a token, {found.truncated:.2%} of the weights cut")
     if not (found.effective >= LEAST_EFFECTIVE and found.kl <= MOST_KL):

@@ -18,7 +18,7 @@ def check_own_checkpoint(found: Checkpoint, events: Iterable[Mapping[str, Any]],
     """The run's ledger names this checkpoint by its digest. `changed` says which options its manifest has otherwise than the run.
 
     A run that was killed may have written its last save without having named it: then the manifest must hold, word for word, the
-    options of the sitting that began to save it, folder included.
+    options of the session that began to save it, folder included.
     """
     name, changed = found.folder.name, list(changed)
     digests, begun = saves_on_record(events)
@@ -40,7 +40,8 @@ def check_own_checkpoint(found: Checkpoint, events: Iterable[Mapping[str, Any]],
 
 
 def saves_on_record(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
-    """By name: the digests of what a ledger says was saved; and of what was begun and is not known to be done, its sitting's options."""
+    """Saves that a ledger records, by name: the digests of what was saved; and, of saves that were begun and are not known to be done, the
+    options of the session that began them."""
     digests: dict[str, str] = {}
     begun: dict[str, Any] = {}
     options: Any = None
@@ -89,7 +90,7 @@ def check_newest_checkpoint(folder: Path) -> Verdict:
 
 
 def check_kept_checkpoints(wanted: Iterable[Path]) -> Verdict:
-    """After a rotation: what was to stay (the newest, the best, parents that others name) is there and verifies."""
+    """Check, after a rotation, that what was to stay (the newest, the best, parents that others name) is there and verifies."""
     problems, names = [], []
     for path in wanted:
         names.append(path.name)

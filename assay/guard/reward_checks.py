@@ -172,7 +172,7 @@ def check_canary(kind: CanaryKind, tried: Sequence[ScoredCanaries], components: 
 
 
 def check_flat(tried: Sequence[ScoredCanaries]) -> Verdict:
-    """Not every completion gets the same: else every group has no variance, and nothing is learned."""
+    """Check that not every completion gets the same reward: else every group has no variance, and nothing is learned."""
     distinct = {scored.value for one in tried for scored in one.all()}
     count = sum(len(one.all()) for one in tried)
     if len(distinct) == 1:
@@ -222,7 +222,7 @@ def _gap(component: str, tried: Sequence[ScoredCanaries]) -> float:
 
 def _tried(rows: _Rows, picked: Sequence[int], workers: RewardWorkers, prompts: Sequence[str], style: AnswerStyle,
            count_tokens: Callable[[str], int]) -> list[ScoredCanaries]:
-    """All canaries of all picked rows in one go through the workers."""
+    """Scores of all canaries of all picked rows, in one go through the workers."""
     texts: list[tuple[int, CanaryKind | None, str]] = []
     for number in picked:
         texts.append((number, None, gold_completion(rows[number], style)))

@@ -47,7 +47,8 @@ _CHANCE = 1e-9  # of a false alarm by coincidence: a run of 10,000 steps has one
 
 
 def rollout_metrics(groups: Groups, rewards_PG: Sequence[Sequence[RewardValue]], advantages: Advantages) -> dict[str, float]:
-    """TRL's names; those without one are `groups`, `rewards/unknown`, `completions/unique`, `/looping`, `/mean_length_better`, `_worse`.
+    """Metrics of a rollout under TRL's names; those without one are `groups`, `rewards/unknown`, `completions/unique`, `/looping`,
+    `/mean_length_better`, `_worse`.
 
     What no completion allows to be said is left out: it is unknown, not 0.
     """
@@ -121,7 +122,8 @@ def check_reward_signal(history: Sequence[Metrics]) -> Verdict:
 
 
 def check_endings(history: Sequence[Metrics]) -> Verdict:
-    """Asked from the fourth step on: in a run of a few, the first half says how it began, and two steps in a row decide."""
+    """Check that completions still end by themselves, from the fourth step on: in a run of a few, the first half says how it began, and two
+    steps in a row decide."""
     few = len([step for step in history if "completions/clipped_ratio" in step]) < BEGINNING + _STEPS
     return _risen(history, "endings", "completions/clipped_ratio", CAP_HITS, CAP_HITS_BEFORE,
                   "of completions hit the cap: the policy has forgotten how to end", **({"beginning": 2, "steps": 2} if few else {}))
@@ -258,7 +260,7 @@ def check_rewards_again(first: Sequence[Mapping[str, float | None]], again: Sequ
 
 
 class SiblingCounts:
-    """Over all rollouts so far, and for every two members of a group: how often they said the same, and how often chance would have it.
+    """Counts over all rollouts so far, for every two members of a group: how often they said the same, and how often chance would have it.
 
     One rollout seldom shows that two members share a seed; their sum over rollouts does, whichever two they are.
     """
@@ -345,7 +347,7 @@ def _recent(history: Sequence[Metrics], name: str, steps: int) -> list[float]:
 
 def _risen(history: Sequence[Metrics], check: str, name: str, bound: float, before: float, words: str, *, beginning: int = BEGINNING,
            steps: int = _STEPS) -> Verdict:
-    """It began below `before` and now stands at `bound` or above."""
+    """Refute a series that began below `before` and now stands at `bound` or above."""
     values = [step[name] for step in history if name in step]
     if len(values) < beginning + steps:
         return unproven(check, f"{len(values)} steps are too few; {beginning + steps} are needed")

@@ -55,7 +55,8 @@ def check_detector(detector: Callable[[list[float]], Verdict] = check_finite) ->
 
 
 def check_constant_loss(values: ArrayLike, *, repeats: int = 5) -> Verdict:
-    """No value stands `repeats` times in a row, no stretch of that length comes back bit for bit, no placeholder stays.
+    """Check for a frozen loss: no value stands `repeats` times in a row, no stretch of that length comes back bit for bit, no placeholder
+    stays.
 
     For losses as float32 gives them, which do not repeat by chance; rounded logs need a larger `repeats`.
     """
@@ -93,7 +94,7 @@ def check_inherited_loss(first_loss: float, parent_loss: float, *, tolerance: fl
 
 
 def check_step_time(seconds: ArrayLike, *, floor: float = 0.0) -> Verdict:
-    """No three steps in a row take less than a fifth of the usual time: steps that fast did no work.
+    """Check that no three steps in a row take less than a fifth of the usual time: steps that fast did no work.
 
     `floor` is the least a step can take on this machine (its FLOPs over the peak rate), where known. Slow steps are not
     this check's business: saving, compiling and other tenants make them.
@@ -134,7 +135,7 @@ def check_learning_rate(
 
 
 class ChangePoint:
-    """Watches a loss for a jump, a drop or a slow climb, fed as the values come in, in pieces of any size.
+    """Detector of a jump, a drop or a slow climb of a loss, fed as the values come in, in pieces of any size.
 
     What the last 64 losses allow for the next one is a corridor: not above where their later half lies, for a loss
     falls; not below their trend continued at twice its pace. Outside it, distance counts in robust standard deviations
@@ -190,7 +191,7 @@ class ChangePoint:
         return None
 
     def _cause(self, up: float, down: float, level: float, scatter: float) -> str:
-        """What the next loss shows, in words, or nothing."""
+        """Message about what the next loss shows, or nothing."""
         self._risen = max(0.0, self._risen + min(up, CLIP) - ALLOWANCE)
         self._fallen = max(0.0, self._fallen + min(down, CLIP) - ALLOWANCE)
         self._lowest = min(self._lowest, level)
@@ -202,7 +203,7 @@ class ChangePoint:
 
 
 def _distances(windows_NW: _Array, next_N: _Array, least_scatter: float) -> tuple[list[float], ...]:
-    """Of each window: how many scatters the next loss lies above and below its corridor, its level, and its scatter."""
+    """Distances of the next loss from each window's corridor, in scatters above and below, with the window's level and scatter."""
     half = _WINDOW // 2
     earlier, later = np.median(windows_NW[:, :half], axis=1), np.median(windows_NW[:, half:], axis=1)
     slope = (later - earlier) / half
@@ -240,7 +241,7 @@ def _repetition(series: _Array, repeats: int) -> Verdict | None:
 
 
 def _first_run(hits: NDArray[np.bool_], length: int) -> int | None:
-    """Where `length` hits in a row first begin."""
+    """Place where `length` hits in a row first begin."""
     if hits.size < length:
         return None
     runs = np.flatnonzero(sliding_window_view(hits, length).all(axis=1))

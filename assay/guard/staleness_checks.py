@@ -30,7 +30,7 @@ def updates_behind(versions: Sequence[tuple[str, int]], step: int) -> dict[int, 
 
 
 def check_staleness(versions: Sequence[tuple[str, int]], step: int, most: int) -> Verdict:
-    """No token was sampled more than `most` updates before the policy that learns from it, nor by one that is yet to come."""
+    """Check that no token was sampled more than `most` updates before the policy that learns from it, nor by one that is yet to come."""
     if not versions:
         return unproven("staleness", "no rollout was given")
     if unnamed := [version for version, _ in versions if not version.split("@")[0].isdecimal()]:
@@ -46,8 +46,8 @@ def check_staleness(versions: Sequence[tuple[str, int]], step: int, most: int) -
 
 def check_stale_weights(rows: Batch, sampled_BT: Tensor, advantage_BT: Tensor, now: Mapping[int, Sequence[float]], cap: float,
                      floor: LogprobFloor) -> Verdict:
-    """What is learned from is corrected for being sampled earlier: `rows` hold the log-probabilities of the policy that learns, and each
-    advantage times π now / π then, at most `cap`.
+    """Check that what is learned from is corrected for being sampled earlier: `rows` hold the log-probabilities of the policy that learns,
+    and each advantage times π now / π then, at most `cap`.
 
     `sampled_BT` are the sampler's own log-probabilities, `advantage_BT` the advantages without a weight, `now` those of the policy at the
     counting tokens of some rows, computed anew.
@@ -90,7 +90,7 @@ def check_in_flight(drawn: Mapping[int, Collection[str]], trained: Collection[in
 
 
 def check_waiting(recorded: Mapping[str, object], step: int, due: Sequence[str], updates: int) -> Verdict:
-    """What a checkpoint of an asynchronous run says of the rollout that was in flight: the one of the step that comes next, with the
+    """Check what a checkpoint of an asynchronous run says of the rollout that was in flight: the one of the step that comes next, with the
     prompts that are due, drawn one rollout before; or, in words, why there was none."""
     if "ahead" not in recorded:
         return refuted("in_flight", f"the checkpoint of step {step} does not say what was in flight: prompts that were drawn are lost")

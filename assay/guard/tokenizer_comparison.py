@@ -95,8 +95,8 @@ def _other_chats(ours: Tokenizer, theirs: Tokenizer, name: str) -> str | None:
 
 
 def compare_templates(ours: Tokenizer, theirs: Tokenizer, name: str) -> Verdict | None:
-    """Of a trained folder that nothing recorded: its template against the parent's. Training may bring another, but not the parent's
-    own turns without the prompt that begins an answer. None where there is nothing to say."""
+    """Compare the chat template of a trained folder that nothing recorded with its parent's. Training may bring another, but not the
+    parent's own turns without the prompt that begins an answer. None where there is nothing to say."""
     if theirs.template is None or (ours.template or "").strip() == theirs.template.strip():
         return None
     ids = f"the hard texts have the ids that they have in {name}"
@@ -120,7 +120,7 @@ def silent_generation_prompt(tokenizer: Tokenizer) -> str | None:
 
 
 def _generation_prompt(tokenizer: Tokenizer) -> str | None:
-    """What it adds where an answer is asked for; None where that cannot be said."""
+    """Generation prompt of a tokenizer's template; None where that cannot be said."""
     usual, prompted = (_rendered(tokenizer, QUESTION, wanted) for wanted in (False, True))
     return prompted[len(usual):] if usual is not None and prompted is not None and prompted.startswith(usual) else None
 

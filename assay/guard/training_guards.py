@@ -77,7 +77,7 @@ def check_adapted(planned: Sequence[LoraSite], patch: Patch) -> Verdict:
 
 
 class UpdateAccount:
-    """Watches a model from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
+    """Account of a model's updates from now on, or from the last `begin`. `check_moved` and `check_frozen` judge what happened since.
 
     `reachable` are the trainable tensors that the first step can move, where not all are: until the next `begin` only they are judged.
     `drawn`: what is in bf16 is rounded stochastically, so that a small step moves few weights, and some.
@@ -122,7 +122,8 @@ class UpdateAccount:
         return proven("movement", f"all {len(share)} trainable tensors moved, the least in {least:.0%} of its elements", least=least)
 
     def _lost_in_rounding(self, name: str) -> bool:
-        """Of a tensor in bf16: weights whose neighbours are farther away than any update, of which some must have come there by a draw."""
+        """Whether updates of a bf16 tensor were lost in rounding: of weights whose neighbours are farther away than any update, some must
+        have moved by stochastic rounding."""
         before = self.before[name]
         if not self._by_draws(name):
             return False
@@ -143,7 +144,7 @@ class UpdateAccount:
         return float((LEAST_QUOTIENT * self._reach / _apart(before).clamp(min=1e-30)).clamp(max=1).sum())
 
     def _spacing(self, name: str) -> float:
-        """Of the numbers around a tensor's typical value, in its dtype: a smaller step is rounded away."""
+        """Spacing of the numbers around a tensor's typical value, in its dtype: a smaller step is rounded away."""
         before = self.before[name]
         return float(before.abs().float().median()) * torch.finfo(before.dtype).eps
 
@@ -164,14 +165,14 @@ class UpdateAccount:
         return dict(zip(self.before, torch.stack(shares).tolist(), strict=True))  # one wait for all of them
 
     def _matrices(self) -> set[str]:
-        """But for embeddings, of which a step moves only the rows that its tokens used."""
+        """Names of the matrices, but for embeddings, of which a step moves only the rows that its tokens used."""
         return {name for name, p in self.model.named_parameters() if p.dim() == 2 and not {"embed", "position"} & set(name.split("."))}
 
 
 def check_coded_moments(optimizer: torch.optim.Optimizer) -> list[Verdict]:
-    """Of moments in 8 bits: known values of ten sizes, coded and read back where the optimizer keeps its own, are what they were as near
-    as the codes' levels lie; with another block's scale they would be a decade off. And a known matrix moves as AdamW's formula says:
-    moments that are not kept, or not read, would show from the second step on. Nothing for other optimizers."""
+    """Check 8-bit optimizer moments: known values of ten sizes, coded and read back where the optimizer keeps its own, are what they were
+    as near as the codes' levels lie; with another block's scale they would be a decade off. And a known matrix moves as AdamW's formula
+    says: moments that are not kept, or not read, would show from the second step on. Nothing for other optimizers."""
     if not isinstance(optimizer, low_bit_adamw.LowBitAdamW) or not optimizer.coded:
         return []
     device = next(p.device for group in optimizer.param_groups for p in group["params"])

@@ -71,8 +71,8 @@ def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Count
 
 
 def sampled_places(sampled: Sequence[SampledTurn], sequences: Sequence[tuple[int, ...]]) -> list[NDArray[np.bool_] | None]:
-    """Of each sequence, which tokens the engine sampled there, by its own record of every turn and what that was sampled after; None where
-    the last turn was not sampled after what stands before it.
+    """Mask of each sequence's sampled tokens, by the engine's own record of every turn and what that was sampled after; None where the last
+    turn was not sampled after what stands before it.
 
     Whether a beginning of a sequence is what a turn was sampled after is asked by hashes, for all at once: there are many beginnings,
     and comparing each with each would take longer than a step. What the hashes find is then compared.
@@ -183,7 +183,7 @@ def check_episode_ends(trajectories: Sequence[Trajectory], over: Collection[str]
 
 
 def check_episode_figures(measured: Mapping[str, float], trajectories: Sequence[Trajectory]) -> Verdict:
-    """What is written of the episodes of a rollout, counted again by the standard library."""
+    """Check the metrics of a rollout's episodes, counted again by the standard library."""
     counts: dict[str, Callable[[Trajectory], int]] = {
         "episodes/turns": lambda each: len(each.turns), "episodes/sequences": lambda each: len(each.sequences),
         "episodes/calls": lambda each: sum(len(said.get("tool_calls", ())) for said in each.messages),
@@ -198,7 +198,8 @@ def check_episode_figures(measured: Mapping[str, float], trajectories: Sequence[
 
 
 def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: float) -> Verdict:
-    """Of no kind of episode (with tools, without) more is dropped than errors are allowed: else the other kind alone is learned from."""
+    """Check that of no kind of episode (with tools, without) more is dropped than errors are allowed: else the other kind alone is learned
+    from."""
     shares = {kind: dropped.get(kind, 0) / max(count, FEWEST_OF_A_KIND) for kind, count in every.items()}
     words = "; ".join(f"{kind} {dropped.get(kind, 0)} of {count} dropped" for kind, count in every.items())
     over = [kind for kind, share in shares.items() if share > allowed]
@@ -224,8 +225,8 @@ def check_tool_format(tokenizer: Tokenizer, spoken: ToolFormat) -> Verdict:
 
 
 def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor) -> Verdict:
-    """No gradient at what the policy did not sample, though there be a large advantage at its places: the state that predicts an inserted
-    token gets none, and the loss is the same with it, bit for bit."""
+    """Check that there is no gradient at what the policy did not sample, though there be a large advantage at its places: the state that
+    predicts an inserted token gets none, and the loss is the same with it, bit for bit."""
     assert batch.documents is not None
     inserted = (~sampled_BT & (batch.documents != PADDING).cpu())[:, 1:]
     if not inserted.any() or not batch.weight.any():
@@ -245,8 +246,8 @@ def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch
 
 
 def check_inserted_ids(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor, temperature: float) -> Verdict:
-    """Whatever a tool or a template says, the same tokens are learned from: with other ids in the inserted places the loss has the same
-    weight, what does not count gets no gradient, and whatever had one has one still.
+    """Check that the same tokens are learned from, whatever a tool or a template says: with other ids in the inserted places the loss has
+    the same weight, what does not count gets no gradient, and whatever had one has one still.
 
     The other ids are the inserted ones, each a place further left, so that turns seem to begin elsewhere. As the text changes, so does what
     the policy thinks of its own words; they are taken for drawn as it thinks now, or the clip would silence some.
@@ -276,7 +277,7 @@ def check_inserted_ids(model: Transformer, objective: Objective, batch: Batch, s
 
 
 def _moved_left(tokens_BT: torch.Tensor, places_BT: torch.Tensor) -> torch.Tensor:
-    """In each row the ids at these places, each to the one before; the first to the last."""
+    """Token ids of each row with those at these places moved to the place before; the first to the last."""
     moved = tokens_BT.clone()
     for row, places in zip(moved, places_BT, strict=True):
         row[places] = row[places].roll(-1)

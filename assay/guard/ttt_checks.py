@@ -20,8 +20,9 @@ Reading = Callable[[Sequence[Sequence[int]]], TokenCosts]
 
 
 def causality_cuts(chunk: int, length: int) -> list[int]:
-    """Within every chunk of a document of so many tokens, the last and ragged one too, and where the third begins: a chunk that is
-    learned before it is scored shows in its own first tokens, whatever is undone afterwards. The first token is predicted by nothing."""
+    """Places at which causality is tested: within every chunk of a document of so many tokens, the last and ragged one too, and where the
+    third begins. A chunk that is learned before it is scored shows in its own first tokens, whatever is undone afterwards. The first token
+    is predicted by nothing."""
     spans = [(start, min(start + chunk, length)) for start in range(1, length, chunk)]
     within = {start + (stop - start + 1) // 2 for start, stop in spans}
     return sorted(cut for cut in within | {1 + 2 * chunk} if cut < length)
@@ -101,7 +102,7 @@ def check_score_order(events: Sequence[Mapping[str, Any]], tokens: Sequence[int]
 
 
 class _Order:
-    """What the ledger has said so far: each slot's document, its adapter, and whether its last chunk is scored."""
+    """State that the ledger has told so far: each slot's document, its adapter, and whether its last chunk is scored."""
 
     def __init__(self, warm: bool):
         self.warm, self.scores, self.updates = warm, 0, 0
@@ -110,7 +111,7 @@ class _Order:
         self.tokens: dict[int, int] = {}
 
     def follow(self, kind: str, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with this row after those before it."""
+        """Follow one row of the ledger; returns what is wrong with it after those before it."""
         if kind == "begin":
             return self._begin(row)
         slot = self.slots.get(row["slot"])
@@ -164,7 +165,8 @@ def ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Estimate:
 
 
 def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Verdict:
-    """Shown where the interval leaves out 0 and so does an exact test: were there no gain, each document would be as likely to lose."""
+    """Check the gain of test-time training: shown where the interval leaves out 0 and so does an exact test: were there no gain, each
+    document would be as likely to lose."""
     found, p = ttt_gain(bits_with, bits_without, bytes_), sign_flip_p(bits_without - bits_with)
     words = f"{found} bits per byte saved, sign flips p = {p:.2g}"
     shown = p <= 1 - _LEVEL
@@ -176,7 +178,7 @@ def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Verd
 
 
 def check_document_regressions(bits_with: Array, bits_without: Array, names: Sequence[str], bound: float) -> Verdict:
-    """No document costs more than (1 + bound) times what it costs the model alone: a mean can hide a document that collapsed."""
+    """Check that no document costs more than (1 + bound) times what it costs the model alone: a mean can hide a document that collapsed."""
     lost = bits_with / bits_without - 1
     worse, worst = int((lost > 0).sum()), int(lost.argmax())
     words = f"{worse} of {len(names)} documents got worse"
@@ -189,7 +191,8 @@ def check_document_regressions(bits_with: Array, bits_without: Array, names: Seq
 
 
 def check_factor_drift(norms: Sequence[float], bound: float) -> Verdict:
-    """Right factors that are kept from document to document stay of the size they began with. `norms` are relative to the first."""
+    """Check that right factors that are kept from document to document stay of the size they began with. `norms` are relative to the
+    first."""
     values = np.asarray(norms, dtype=np.float64)
     if not values.size:
         return unproven("drift", "no document began with kept factors; read more documents than there are slots")

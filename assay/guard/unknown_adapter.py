@@ -18,7 +18,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 
 def why_unknown(raw: RawArtifact) -> str | None:
-    """What Assay does not know of a foreign adapter, in words; None where it knows it, or where it is a whole model."""
+    """Message about what Assay does not know of a foreign adapter; None where it knows it, or where it is a whole model."""
     foreign = raw.place.adapter and raw.checkpoint is None
     return unsupported_adapter(raw.fields, str(raw.place.path)) if foreign else None
 

@@ -39,7 +39,7 @@ RULE = re.compile(r"[-=_*.|+#~\s:0]*")  # what separators, table rules and paddi
 
 @dataclass(frozen=True)
 class Expected:
-    """What a prompt asks for. `tags` must all be there; `ends` is False where nothing taught the model to stop."""
+    """Form that a prompt asks for. `tags` must all be there; `ends` is False where nothing taught the model to stop."""
 
     script: str = "LATIN"  # "": any
     code: bool = False

@@ -20,7 +20,8 @@ LARGEST_DRIFT = 0.5  # nats a token: a shown drift beyond it is harm. Facts swap
 
 @dataclass(frozen=True)
 class EditDrift:
-    """Both models' texts, in the same rounds of the same prompts, each with its surprise under the model before."""
+    """Texts of the model before and after an edit, in the same rounds of the same prompts, each with its surprise under the model
+    before."""
 
     before: Health
     after: Health
@@ -41,7 +42,7 @@ class EditDrift:
 
 def probe_edit(before: LoadedModel, after: LoadedModel, *, rounds: int, seed: int,
                prompts: Sequence[ProbePrompt] | None = None) -> EditDrift | None:
-    """None where fewer than two prompts fit into the model's context."""
+    """Probe an edited model for drift; None where fewer than two prompts fit into the model's context."""
     sampling = Sampling(_TOKENS, TEMPERATURE, seed=seed)
     parent, child = ModelGenerator(before, sampling), ModelGenerator(after, sampling)
     asked = fitting_prompts(before, prompts or (TEXT_BEGINNINGS if parent.raw else BUILT_IN_PROMPTS), raw=parent.raw)

@@ -63,7 +63,7 @@ class ProbeSample:
 
 @dataclass(frozen=True)
 class Health:
-    """What a probe found. Its interval may be looked at after any sample: it holds at all of them together."""
+    """Result of a generation probe. Its interval may be looked at after any sample: it holds at all of them together."""
 
     name: str
     samples: tuple[ProbeSample, ...]
@@ -84,7 +84,7 @@ class Health:
 
     @property
     def malformed(self) -> bool:
-        """More malformed texts are shown than are tolerated."""
+        """Whether more malformed texts are shown than are tolerated."""
         return self.interval[0] > self.tolerated
 
     @property
@@ -163,7 +163,8 @@ def compare_health(child: Health, parent: Health) -> tuple[Effect, Verdict]:
 
 
 def first_malformed(names: Sequence[str], look: Callable[[str], Health], *, every: int = 8) -> Bisection[str]:
-    """Up to `every` checkpoints are all looked at; of more, the ends and then halves, taking what is bad to stay bad."""
+    """Find the first malformed checkpoint. Up to `every` checkpoints are all looked at; of more, the ends and then halves, taking what is
+    bad to stay bad."""
     if not names:
         raise UsageError("there is no checkpoint to probe")
     return bisect_first_bad(names, lambda name: look(name).malformed, every=len(names) <= every)
@@ -265,7 +266,7 @@ class EndpointGenerator:
 
 
 def open_endpoint(url: str, sampling: Sampling, *, model: str | None = None, key: str | None = None) -> EndpointGenerator:
-    """Without a name, the only model that the endpoint lists."""
+    """Open an OpenAI-compatible endpoint for probing; without a name, the only model that it lists."""
     url = url.rstrip("/").removesuffix("/chat/completions")
     if model is None:
         listed = request_json(f"{url}/models", None, key)

@@ -56,7 +56,7 @@ class Prove(TrainerCallback):
             self._judge("before step 1", [check_optimizer(model, held, [n for n, p in model.named_parameters() if p.requires_grad])])
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """After the update and before the schedule goes on: these are the rates that the step was taken at."""
+        """Record the update after it was taken and before the schedule goes on: these are the rates that the step was taken at."""
         if self.account is not None and given.get("optimizer") is not None:
             self.account.record_update(given["optimizer"])
 
@@ -112,7 +112,7 @@ class TrainerAccount(UpdateAccount):
 
     @property
     def waiting(self) -> bool:
-        """No update could have moved anything yet, and one will."""
+        """Whether no update could have moved anything yet, and one will."""
         return self.updates == 0 and self.peak is not None and self.peak > 0
 
     def check_moved(self) -> Verdict:
@@ -131,7 +131,8 @@ class TrainerAccount(UpdateAccount):
 
 
 def _excused(verdict: Verdict) -> Verdict:
-    """Before the first update that could move anything, that nothing moved says nothing."""
+    """Weaken a refuted verdict to UNPROVEN before the first update that could move anything: until then, that nothing moved says
+    nothing."""
     unmoved = verdict.check in ("movement", "lineage") or (verdict.check == "architecture" and "has no effect" in verdict.reason)
     if verdict.outcome is not Outcome.REFUTED or not unmoved:
         return verdict
@@ -147,7 +148,7 @@ def _supported(folder: Path, model: nn.Module, against: str | None, base: str | 
 
 
 def prove_folder(folder: Path, model: nn.Module, against: str | None = None, base: str | None = None) -> list[Verdict]:
-    """What a fresh process says of the folder, and whether its bytes answer as the live model does."""
+    """Prove a folder in a fresh process, and check that its bytes answer as the live model does."""
     verdicts = prove(ProofRequest(str(folder), against=against, base=base))
     unopened = any(v.outcome is Outcome.REFUTED and v.check in ("whole", "architecture", "process") for v in verdicts)
     if unopened or any(v.check == "support" for v in verdicts):
@@ -168,7 +169,7 @@ def check_live(model: nn.Module, saved: Artifact) -> Verdict:
 
 @torch.no_grad()
 def live_answer(model: nn.Module, saved: Artifact) -> ProbeLogits:
-    """Through the model's own forward, in eval mode, which is left as it was found."""
+    """Probe logits through the model's own forward, in eval mode, which is left as it was found."""
     tokens, ids = probe_inputs(saved.config.vocab, saved.config.max_length)
     training, device = model.training, next(model.parameters()).device
     model.eval()

@@ -53,7 +53,7 @@ def _reader(run: Path, name: str, checkpoints: bool) -> Iterator[None]:
 
 
 def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: IO[bytes], seconds: float) -> None:
-    """Its input ends: it hands over the rest and leaves. One that does not is killed."""
+    """End a tracking process: its input ends, it hands over the rest and leaves. One that does not is killed."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -92,7 +92,8 @@ def follow_run(run: Path, tracker: MetricsTracker, ended: Callable[[], bool], *,
 
 
 def hand_over_whole(folder: Path, tracker: MetricsTracker) -> None:
-    """Whole or not at all: the run may retire a checkpoint while the tracker reads it. One that is gone already is not handed over."""
+    """Hand a checkpoint to the tracker, whole or not at all: the run may retire it while the tracker reads it. One that is gone already is
+    not handed over."""
     with durable.held_folder(folder) as place:
         if place is not None and (place / HALLMARK).exists():
             tracker.hand_over(place)
@@ -146,7 +147,8 @@ class GrowingRows:
 
 
 def main() -> int:
-    """Beside a run, which holds the other end of the input: `python -m assay.interop.live_tracking RUN TRACKER [checkpoints]`."""
+    """Entry point of the tracking process beside a run, which holds the other end of the input: `python -m assay.interop.live_tracking RUN
+    TRACKER [checkpoints]`."""
     run, name = Path(sys.argv[1]), sys.argv[2]
     try:
         print(follow_run(run, open_tracker(name, run, PROJECT), input_ended, checkpoints=sys.argv[3:] == ["checkpoints"]))

@@ -20,7 +20,7 @@ _CHUNK = 4 << 20  # bytes
 
 class PublishTarget(Protocol):
     def names(self) -> list[str]:
-        """What lies there; nothing where there is no such place."""
+        """Names of the files there; none where there is no such place."""
 
     def push(self, files: Mapping[str, Path]) -> str:
         """Put these files there under their names, and return what names this version of them."""
@@ -39,7 +39,7 @@ def open_target(place: str, *, public: bool = False) -> PublishTarget:
 
 
 class FolderTarget:
-    """Whole or not at all."""
+    """Folder as the target of a publication, written whole or not at all."""
 
     def __init__(self, folder: Path):
         if folder == Path():

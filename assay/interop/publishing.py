@@ -52,7 +52,8 @@ class Published:
 
 
 def publish(request: PublishRequest) -> Published:
-    """Everything that can be refused is refused before the first byte leaves; a target that holds anything is left as it is."""
+    """Publish a model. Everything that can be refused is refused before the first byte leaves; a target that holds anything is left as it
+    is."""
     checkpoint = require_publishable(request.folder)
     target = open_target(request.to, public=request.public)
     if held := [name for name in target.names() if name not in HUB_OWN]:
@@ -79,7 +80,8 @@ def require_publishable(folder: Path) -> Checkpoint:
 
 
 def check_fetched_back(target: PublishTarget, into: Path, files: Mapping[str, Path]) -> list[Verdict]:
-    """What lies at the target, read back, is byte for byte what was pushed; and what a stranger's `assay verify` would say of it."""
+    """Check that what lies at the target, read back, is byte for byte what was pushed; and what a stranger's `assay verify` would say of
+    it."""
     back = target.fetch(into)
     for name, path in files.items():
         sent, found = durable.hash_file(path), durable.hash_file(back / name) if (back / name).is_file() else None
@@ -106,7 +108,7 @@ def _made_files(checkpoint: Checkpoint, request: PublishRequest, scratch: Path) 
 
 
 def _gguf_file(checkpoint: Checkpoint, dtype: str, scratch: Path) -> tuple[Path, list[Verdict]]:
-    """Written, and what a fresh process says of it against the checkpoint; one that is refuted ends it here."""
+    """Write a GGUF file, and prove it in a fresh process against the checkpoint; one that is refuted ends the publication here."""
     where = scratch / f"model-{dtype}.gguf"
     source = open_artifact(checkpoint.folder)
     bound = export_artifact(source, "gguf", where, dtype)

@@ -20,7 +20,7 @@ def _steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """What can be drawn. A value that was not finite stands in metrics.jsonl as a word, and is no point on a curve."""
+    """Numbers of a row that can be drawn. A value that was not finite stands in metrics.jsonl as a word, and is no point on a curve."""
     return {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)}
 
 
@@ -48,7 +48,7 @@ PROJECT = "assay"
 
 
 class MetricsTracker(Protocol):
-    """Takes rows of metrics.jsonl, steps from 1 on its page, and is finished once."""
+    """Tracker of metrics: takes rows of metrics.jsonl, steps from 1 on its page, and is finished once."""
 
     def log(self, row: dict[str, Any]) -> None: ...
 
@@ -59,7 +59,7 @@ class MetricsTracker(Protocol):
     def finish(self) -> None: ...
 
     def words(self) -> str:
-        """What it was handed."""
+        """Message about what the tracker was handed."""
         ...
 
 
@@ -70,7 +70,7 @@ def open_tracker(name: str, run: Path, project: str, where: Path | None = None) 
 
 
 class TensorBoardEvents:
-    """Event files in `where`. What an earlier sitting wrote there of these steps and later ones is void from the first on."""
+    """Event files in `where`. What an earlier session wrote there of these steps and later ones is void from the first on."""
 
     def __init__(self, where: Path) -> None:
         self._writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
@@ -118,7 +118,7 @@ class ServiceRun:
         self._service.log(numbers(row), step=row["step"] + 1)
 
     def _begin(self) -> None:
-        """With the first row: the run's options are written by then."""
+        """Begin the tracker's run with the first row: the run's options are written by then."""
         if not self._begun:
             self._service.init(project=self._project, name=self._run.name, config=_config(self._run))
             self._begun = True
@@ -173,7 +173,7 @@ def _and_artifacts(names: list[str]) -> str:
 
 
 def hand_over_metrics(run: Path, tracker: MetricsTracker) -> str:
-    """All rows that are there; returns in words what was handed over."""
+    """Hand over all rows that are there; returns in words what was handed over."""
     for row in _steps_of(run):
         tracker.log(row)
     tracker.finish()

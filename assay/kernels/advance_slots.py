@@ -20,7 +20,7 @@ _BLOCK, _WARPS = 1024, 8  # slots that are taken at once: as many as there are, 
 
 
 class SlotState(NamedTuple):
-    """Where each slot is: its newest token stands at `position`, and at `end` its last one is drawn. All int64."""
+    """State of the decoding slots: the newest token stands at `position`, and at `end` the last one is drawn. All int64."""
 
     token_S: Tensor
     position_S: Tensor
@@ -38,7 +38,8 @@ class TokenLog(NamedTuple):
 
 
 def advance_slots(chosen_S: Tensor, logprobs_S: Tensor, state: SlotState, log: TokenLog) -> None:
-    """In place: a running slot takes its token up and goes one place on, or ends with a stop id or at its end."""
+    """Advance the decoding slots in place: a running slot takes its token up and goes one place on, or ends with a stop id or at its
+    end."""
     (fused_advance_slots if chosen_S.is_cuda else plain_advance_slots)(chosen_S, logprobs_S, state, log)
 
 
@@ -55,7 +56,7 @@ def plain_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, state: SlotState, 
 
 
 def fused_advance_slots(chosen_S: Tensor, logprobs_S: Tensor, state: SlotState, log: TokenLog, *, block: int = _BLOCK) -> None:
-    """As `advance_slots`, on CUDA (or in Triton's interpreter): one program, since the cursor is everyone's."""
+    """`advance_slots` on CUDA (or in Triton's interpreter): one program, since the cursor is everyone's."""
     X, S = state.stops_XS.shape
     assert all(x.stride(-1) == 1 for x in (chosen_S, logprobs_S, *state, log.ids_CS, log.logprobs_CS)), "slots lie side by side"
     jitted(_advance)[(1,)](chosen_S, logprobs_S, *state, *log, S, state.stops_XS.stride(0), log.ids_CS.stride(0),

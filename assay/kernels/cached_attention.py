@@ -60,7 +60,7 @@ def cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Ten
 
 @functools.cache
 def register_cached_attention() -> None:
-    """Makes `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
+    """Register `torch.ops.assay.cached_attention`, which compiled graphs call as it is, knowing that it writes to the cache."""
     def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, cos: Tensor | None,
                   sin: Tensor | None, window: int | None, horizon: int, scale: float | None, softcap: float | None,
                   sinks: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ def register_cached_attention() -> None:
 def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
                            window: int | None, horizon: int, rotary: Rotary | None = None, scale: float | None = None,
                            softcap: float | None = None, sinks_H: Tensor | None = None) -> Tensor:
-    """What a slot does not see must still be finite: 0 · NaN is NaN."""
+    """`cached_attention` in plain PyTorch. What a slot does not see must still be finite: 0 · NaN is NaN."""
     if rotary is not None:
         q_SHd, k_SKd = (rotate(x, *(part[:, None] for part in rotary)) for x in (q_SHd, k_SKd))
     slots = torch.arange(len(positions_S), device=positions_S.device)
@@ -95,7 +95,7 @@ def plain_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
 
 def _plain_scores(q_SHd: Tensor, keys_SKLd: Tensor, values_SKLd: Tensor, seen_SL: Tensor, scale: float, softcap: float | None,
                   sinks_H: Tensor | None) -> Tensor:
-    """What PyTorch's fused attention does not know: scores that are bent, and sinks beside them."""
+    """Attention with what PyTorch's fused attention does not know: soft-capped scores, and sinks beside them."""
     (S, H, d), K = q_SHd.shape, keys_SKLd.shape[1]
     scores = (q_SHd.view(S, K, H // K, d) @ keys_SKLd.mT).view(S, H, -1).float() * scale
     scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)).masked_fill(~seen_SL[:, None], -torch.inf)
@@ -110,7 +110,7 @@ def _plain_scores(q_SHd: Tensor, keys_SKLd: Tensor, values_SKLd: Tensor, seen_SL
 def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, positions_S: Tensor,
                            window: int | None, horizon: int, rotary: Rotary | None = None, scale: float | None = None,
                            softcap: float | None = None, sinks_H: Tensor | None = None, *, launch: Launch | None = None) -> Tensor:
-    """As `cached_attention`, on CUDA (or in Triton's interpreter): one program for each slot and key/value head.
+    """`cached_attention` on CUDA (or in Triton's interpreter): one program for each slot and key/value head.
 
     Programs of one slot stand side by side, since their keys do: a key's heads are one stretch of memory.
     """
@@ -132,7 +132,7 @@ def fused_cached_attention(q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, keys_SLK
 
 
 def _as_powers_of_two(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What products are multiplied by, and the cap: scores become powers of 2, by the one or, where there is a cap, by the other."""
+    """Factor of the products, and the cap: scores become powers of 2, by the one or, where there is a cap, by the other."""
     return (scale * math.log2(math.e), 1.0) if softcap is None else (2 * scale / softcap, softcap * math.log2(math.e))
 
 

@@ -26,8 +26,8 @@ DIVERGENCE_KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 @dataclass(frozen=True)
 class DivergenceSpec:
-    """As in DistillationSettings. `vocab` is how many ids both distributions are over; `softcap` the student's, which its logits have
-    been through."""
+    """Divergence to compute, with the fields of DistillationSettings. `vocab` is how many ids both distributions are over; `softcap` the
+    student's, which its logits have been through."""
 
     divergence: str
     temperature: float

@@ -117,7 +117,8 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_draw_tokens(logits_NV: Tensor, rule: SamplingRule, key_N: Tensor, counter_N: Tensor) -> tuple[Tensor, Tensor]:
-    """As `draw`, on CUDA (or in Triton's interpreter). Nothing waits for the GPU: a row that holds no number gives a NaN, not an error."""
+    """`draw_tokens` on CUDA (or in Triton's interpreter). Nothing waits for the GPU: a row that holds no number gives a NaN, not an
+    error."""
     N, V = logits_NV.shape
     assert logits_NV.dtype == torch.float32
     assert logits_NV.stride(1) == 1

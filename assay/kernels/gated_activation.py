@@ -48,7 +48,7 @@ def plain_gated(inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_gated(inner: Tensor) -> Tensor:
-    """As `gated` for silu, on CUDA (or in Triton's interpreter); gradients are computed in fp32 and rounded once."""
+    """`gated` for silu, on CUDA (or in Triton's interpreter); gradients are computed in fp32 and rounded once."""
     if not torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
         register_gated_backward()
     return _Gated.apply(inner)
@@ -68,7 +68,7 @@ class _Gated(torch.autograd.Function):
 
 @functools.cache
 def register_gated_backward() -> None:
-    """Makes `torch.ops.assay.gated_backward`, which compiled graphs call as it is."""
+    """Register `torch.ops.assay.gated_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::gated_backward", gated_backward, mutates_args=(),
                                        schema="(Tensor d_out, Tensor inner) -> Tensor")
     operator.register_fake(lambda d_out, inner: inner.new_empty(inner.shape))

@@ -16,7 +16,8 @@ from assay.kernels.softcap_ce import matmul_into
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
-    """In the dtype of x, to which the weight is rounded. With the gradient in fp32 where an fp32 matrix trains in bf16 on a GPU."""
+    """Linear layer in the dtype of x, to which the weight is rounded. With the gradient in fp32 where an fp32 matrix trains in bf16 on a
+    GPU."""
     if x.is_cuda and bias is None and trains_wide(x, weight_OI):
         return wide_linear(x, weight_OI)
     return plain_linear(x, weight_OI, bias)
@@ -52,7 +53,8 @@ class _Wide(torch.autograd.Function):
 
 @functools.cache
 def register_weight_gradient() -> None:
-    """Makes `torch.ops.assay.weight_gradient`, which compiled graphs call as it is: not every release compiles a product's `out_dtype`."""
+    """Register `torch.ops.assay.weight_gradient`, which compiled graphs call as it is: not every release compiles a product's
+    `out_dtype`."""
     operator = torch.library.custom_op("assay::weight_gradient", weight_gradient, mutates_args=(),
                                        schema="(Tensor d_out_NO, Tensor x_NI) -> Tensor")
     operator.register_fake(lambda d_out, x: x.new_empty((d_out.shape[1], x.shape[1]), dtype=torch.float32))

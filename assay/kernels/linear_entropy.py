@@ -66,7 +66,7 @@ class _LogprobsEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_logp_N: Tensor, d_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        """With s the scores that softmax sees: d logp / ds = onehot − p, d entropy / ds = −p · (log p + entropy)."""
+        """Gradient, with s the scores that softmax sees: d logp / ds = onehot − p, d entropy / ds = −p · (log p + entropy)."""
         hidden_ND, head_VD, targets_N, entropy_N, total_N = ctx.saved_tensors
         gradients = _fused_gradients if ctx.asked.fused else _plain_gradients
         d_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
@@ -115,7 +115,7 @@ def _plain_gradients(logits_CV: Tensor, targets_C: Tensor, asked: EntropyRequest
 
 
 def _scores(logits_CV: Tensor, asked: EntropyRequest) -> tuple[Tensor, Tensor | None]:
-    """What softmax sees, and where there is a cap its slope at each logit."""
+    """Scores that softmax sees, and where there is a cap its slope at each logit."""
     if asked.softcap is None:
         return logits_CV / asked.temperature, None
     tanh_CV = torch.tanh(logits_CV / asked.softcap)

@@ -29,7 +29,7 @@ _COLUMNS = 16     # of the programs' sums that one program adds up
 
 
 def uses_fused_norm(x: Tensor) -> bool:
-    """Whether `fused_normed_beside` is for x: rows that train in bf16 on a GPU. The plain twin is for all others."""
+    """Whether `fused_stream_and_norm` is for x: rows that train in bf16 on a GPU. The plain twin is for all others."""
     return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] <= WIDEST and torch.is_grad_enabled()
 
 
@@ -41,15 +41,15 @@ def plain_stream_and_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In the dtype of x, to which the weight is rounded."""
+    """RMSNorm in the dtype of x, to which the weight is rounded."""
     return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
 
 
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_stream_and_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `plain_normed_beside`, on CUDA (or in Triton's interpreter); gradients are computed in fp32 and rounded once, each to the dtype
-    of what it belongs to."""
+    """`plain_stream_and_norm` on CUDA (or in Triton's interpreter); gradients are computed in fp32 and rounded once, each to the dtype of
+    what it belongs to."""
     if not torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
         register_norm_backward()
     return _Beside.apply(x, weight, eps)
@@ -70,7 +70,7 @@ class _Beside(torch.autograd.Function):
 
 @functools.cache
 def register_norm_backward() -> None:
-    """Makes `torch.ops.assay.norm_backward`, which compiled graphs call as it is."""
+    """Register `torch.ops.assay.norm_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::norm_backward", norm_backward, mutates_args=(), schema=(
         "(Tensor d_stream, Tensor d_normed, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)"))
     operator.register_fake(lambda d_stream, d_normed, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)))

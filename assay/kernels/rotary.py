@@ -56,7 +56,7 @@ def rotate(x_BTHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ── the fused path ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def fused_rotated(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `plain_rotated`, on CUDA (or in Triton's interpreter); gradients are turned in fp32 and rounded once."""
+    """`plain_rotated` on CUDA (or in Triton's interpreter); gradients are turned in fp32 and rounded once."""
     if not torch.compiler.is_compiling():  # a compiler cannot trace a registration: whoever compiles has registered before
         register_rotated_backward()
     return _Rotated.apply(qkv_BTR, cos, sin, heads, kv_heads)
@@ -75,7 +75,7 @@ class _Rotated(torch.autograd.Function):
 
 @functools.cache
 def register_rotated_backward() -> None:
-    """Makes `torch.ops.assay.rotated_backward`, which compiled graphs call as it is."""
+    """Register `torch.ops.assay.rotated_backward`, which compiled graphs call as it is."""
     operator = torch.library.custom_op("assay::rotated_backward", rotated_backward, mutates_args=(),
                                        schema="(Tensor d_q, Tensor d_k, Tensor d_v, Tensor cos, Tensor sin) -> Tensor")
     operator.register_fake(lambda d_q, d_k, d_v, cos, sin: _gradient_for(d_q, d_k))
@@ -97,7 +97,7 @@ def rotated_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Te
 
 def rotated_forward(qkv_BTR: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, *,
            rows: int = _ROWS, block: int = _BLOCK, warps: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `plain_rotated`, where nothing trains; a program takes `block` pairs of `rows` tokens. v stays where it is."""
+    """`plain_rotated` where nothing trains; a program takes `block` pairs of `rows` tokens. v stays where it is."""
     qkv = qkv_BTR.contiguous().unflatten(-1, (heads + 2 * kv_heads, -1))
     B, T, _, d = qkv.shape
     N, pairs = B * T, (heads + kv_heads) * d // 2

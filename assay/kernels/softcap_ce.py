@@ -58,7 +58,7 @@ def linear_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *,
 
 def plain_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weight_N: Tensor, *,
                                softcap: float | None = None, ignore_index: int = IGNORE) -> tuple[Tensor, Tensor]:
-    """As `linear_cross_entropy`, with the logits whole and in fp32 (float64 if the inputs are)."""
+    """`linear_cross_entropy` with the logits whole and in fp32 (float64 if the inputs are)."""
     check_request(hidden_ND, head_VD, targets_N, softcap, weight_N=weight_N)
     logits_NV = _plain_logits(hidden_ND, head_VD, softcap)
     losses_N = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="none")
@@ -67,7 +67,7 @@ def plain_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Te
 
 def plain_linear_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *,
                           softcap: float | None = None, temperature: float = 1.0) -> Tensor:
-    """As `linear_logprobs`, with the logits whole and in fp32 (float64 if the inputs are)."""
+    """`linear_logprobs` with the logits whole and in fp32 (float64 if the inputs are)."""
     check_request(hidden_ND, head_VD, targets_N, softcap, temperature)
     logits_NV = _plain_logits(hidden_ND, head_VD, softcap) / temperature
     return logits_NV.log_softmax(-1).gather(-1, targets_N[:, None]).squeeze(-1)
@@ -85,7 +85,7 @@ def _plain_logits(hidden_ND: Tensor, head_VD: Tensor, softcap: float | None) -> 
 def fused_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weight_N: Tensor, *,
                                softcap: float | None = None, ignore_index: int = IGNORE,
                                chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """As `linear_cross_entropy`, on CUDA (or in Triton's interpreter), `chunk` tokens at a time.
+    """`linear_cross_entropy` on CUDA (or in Triton's interpreter), `chunk` tokens at a time.
 
     Products run in the autocast dtype, else in hidden's. Whatever is summed over the vocabulary or over tokens is
     summed in fp32, and each gradient is rounded once, to the dtype of what it belongs to. Nothing waits for the GPU, so
@@ -100,7 +100,7 @@ def fused_linear_cross_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Te
 
 def fused_linear_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *, softcap: float | None = None,
                           temperature: float = 1.0, chunk: int | None = None) -> Tensor:
-    """As `linear_logprobs`, on CUDA (or in Triton's interpreter); backward makes each chunk of logits again.
+    """`linear_logprobs` on CUDA (or in Triton's interpreter); backward makes each chunk of logits again.
 
     The logits are not rounded to bf16 on the way: a policy ratio of 1 has to come out as 1.
     """

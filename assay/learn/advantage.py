@@ -180,6 +180,6 @@ def _as_array(rewards_PG: Sequence[Sequence[RewardValue]]) -> _Array:
 
 
 def _spread(rewards: _Array, known: Mask) -> Mask:
-    """Which groups have known rewards that differ."""
+    """Mask of the groups whose known rewards differ."""
     most, least = np.where(known, rewards, -np.inf).max(1), np.where(known, rewards, np.inf).min(1)
     return (known.sum(1) > 1) & (most - least > _EQUAL * np.maximum(1.0, np.abs(most)))

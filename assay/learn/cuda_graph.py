@@ -35,12 +35,12 @@ class GraphedAccumulate:
         self._pool: Any = None
 
     def keep_only(self, compute: torch.dtype | None) -> None:
-        """Lets go of the graphs of other dtypes and of eager ones: a preflight's, and the gradients that they hold, serve no step."""
+        """Drop the graphs of other dtypes and the eager ones: a preflight's, and the gradients that they hold, serve no step."""
         self._first = {key: graph for key, graph in self._first.items() if key[:2] == (compute, False)}
         self._more = {key: graph for key, graph in self._more.items() if key[:2] == (compute, False)}
 
     def forget(self) -> None:
-        """Lets go of every graph, and of the memory that all share; a batch that comes later is captured anew."""
+        """Drop every graph, and the memory that all share; a batch that comes later is captured anew."""
         self._first, self._more, self._pool = {}, {}, None
 
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:

@@ -48,8 +48,8 @@ ChunkTerms = Callable[[slice, Tensor, torch.dtype | None], tuple[Tensor, Tensor 
 
 @dataclass(frozen=True)
 class DistillationSettings:
-    """What a distillation minimises. `vocab` is the size of the tokenizer that both models share, to be said where their tables
-    were padded to different sizes: both distributions are then over its ids alone."""
+    """Settings of a distillation loss. `vocab` is the size of the tokenizer that both models share, to be said where their tables were
+    padded to different sizes: both distributions are then over its ids alone."""
 
     divergence: Literal["forward", "reverse", "jsd"] = "forward"  # KL(p‖q), KL(q‖p), or Jensen–Shannon
     temperature: float = 1.0
@@ -133,7 +133,7 @@ def stored_distillation(blend: DistillationSettings | None = None) -> Objective:
 
 
 def weighted_sum(objectives: Sequence[Objective], shares: Sequence[float]) -> Objective:
-    """Of several teachers: each token's loss is the weighted sum of its losses by each; what is measured likewise."""
+    """Objective of several teachers: each token's loss is the weighted sum of its losses by each; the metrics likewise."""
     def objective(student: Transformer, batch: Batch) -> Loss:
         found = [each(student, batch) for each in objectives]
         of = lambda values: sum(share * value for share, value in zip(shares, values, strict=True))  # noqa: E731
@@ -259,14 +259,14 @@ def plain_chunk_terms(student: Transformer, batch: Batch, blend: DistillationSet
 
 def fused_chunk_terms(student: Transformer, batch: Batch, blend: DistillationSettings, vocab: int,
                       theirs: Callable[[slice], Tensor]) -> ChunkTerms:
-    """As `plain_rows`, by the kernel. `theirs` gives the teacher's logits for the tokens of a chunk."""
+    """`plain_chunk_terms` by the fused kernel. `theirs` gives the teacher's logits for the tokens of a chunk."""
     targets_N, weight_N = _predicted(batch.tokens), _predicted(batch.weight)
     asked = DivergenceSpec(blend.divergence, blend.temperature, blend.kd_weight, blend.ce_weight, blend.beta, vocab, student.config.softcap)
     return lambda part, logits_CV, gradient: fused_divergence(logits_CV, theirs(part), targets_N[part], weight_N[part], asked, gradient)
 
 
 def _predicted(stream_BT: Tensor) -> Tensor:
-    """Of each state, what stands at the token that it predicts."""
+    """Stream shifted by one: at each state, the value of the token that it predicts."""
     return stream_BT.roll(-1, 1).reshape(-1)
 
 
@@ -323,7 +323,7 @@ def flat_states(model: Transformer, batch: Batch) -> Tensor:
 
 
 def capped_logits(states_CD: Tensor, head_VD: Tensor, cap: float | None) -> Tensor:
-    """Summed and kept in fp32: a divergence of two close models is far below what bf16 logits can tell apart."""
+    """Logits with the soft cap, summed and kept in fp32: a divergence of two close models is far below what bf16 logits can tell apart."""
     logits_CV = states_CD.new_empty(len(states_CD), len(head_VD), dtype=torch.promote_types(states_CD.dtype, torch.float32))
     matmul_into(states_CD, head_VD.T, out=logits_CV)
     return logits_CV if cap is None else softcap(logits_CV, cap)

@@ -23,7 +23,7 @@ EMA_PREFIX = "ema/"
 
 
 class Ema:
-    """Remembers the average. It covers every parameter, trained or not, so that it is a whole model by itself."""
+    """Moving average of the weights. It covers every parameter, trained or not, so that it is a whole model by itself."""
 
     def __init__(self, model: nn.Module, decay: float):
         if not 0 < decay < 1:
@@ -82,7 +82,7 @@ class Ema:
 
 
 def split_ema_state(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a checkpoint's optimizer file holds: (the optimizer's own state, the average's tensors)."""
+    """Split a checkpoint's optimizer file into (the optimizer's own state, the average's tensors)."""
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(EMA_PREFIX)}
     return own, {name: tensor for name, tensor in tensors.items() if name.startswith(EMA_PREFIX)}
 

@@ -23,7 +23,8 @@ class ImportanceWeights(NamedTuple):
 
 
 def truncated_importance(trainer_BT: Tensor, sampler_BT: Tensor, counts_BT: Tensor, cap: float) -> ImportanceWeights:
-    """In fp64. Of a log-probability that is no number everything measured is none either: nothing is hidden by the cap."""
+    """Truncated importance weights, in fp64. A log-probability that is not a number makes everything measured NaN: nothing is hidden by the
+    cap."""
     apart_BT = torch.where(counts_BT, trainer_BT.double() - sampler_BT.double(), 0.0)
     whole_BT = apart_BT.exp()
     weights_BT = whole_BT.clamp(max=cap)

@@ -19,7 +19,7 @@ from assay.model.transformer import Transformer
 
 
 class Accumulated(NamedTuple):
-    """Of all micro-batches together, on the device."""
+    """Loss and metrics of all micro-batches together, on the device."""
 
     loss: Tensor  # the mean
     metrics: Mapping[str, Tensor]  # as in Loss: still sums
@@ -31,7 +31,7 @@ Accumulate = Callable[[Transformer, Objective, Batch, int, float], Accumulated]
 
 @dataclass(frozen=True)
 class Step:
-    """What happened. `loss`, `grad_norm` and `metrics` may still be on their way from the GPU; reading them waits."""
+    """Record of one training step. `loss`, `grad_norm` and `metrics` may still be on their way from the GPU; reading them waits."""
 
     index: int
     loss: Tensor
@@ -86,7 +86,7 @@ def accumulated(model: Transformer, objective: Objective, batch: Batch, micro: i
 
 
 class Alarm:
-    """Remembers on the device whether anything was not finite. The host asks only for what has already arrived."""
+    """Flag on the device that says whether anything was not finite. The host asks only for what has already arrived."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -129,7 +129,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, alarm: Alarm) -> None:
-    """On a GPU the optimizers skip their update where `found_inf` is 1, as they do for torch's gradient scaler."""
+    """Take an optimizer step; on a GPU the optimizers skip their update where `found_inf` is 1, as they do for torch's gradient scaler."""
     if alarm.on_gpu:
         optimizer.found_inf = alarm.bad  # type: ignore[attr-defined]
     optimizer.step()

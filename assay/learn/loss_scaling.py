@@ -27,7 +27,7 @@ class ScaledAccumulate:
         self.restore(None)
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """As a checkpoint has it; None: as at the start of a run."""
+        """Restore the loss scale from a checkpoint's state; None: as at the start of a run."""
         known = state or {"scale": FIRST_SCALE, "clean": 0, "recomputed": 0}
         self.scale, self.clean, self.recomputed = float(known["scale"]), int(known["clean"]), int(known["recomputed"])
 

@@ -26,19 +26,21 @@ _MOMENTS = {"exp_avg": True, "root_avg_sq": False}  # and whether it has a sign
 
 def adamw_8bit(named_params: Iterable[tuple[str, nn.Parameter]], lr: float, betas: tuple[float, float] = (0.9, 0.95),
                weight_decay: float = 0.1, eps: float = 1e-8) -> "LowBitAdamW":
-    """As `adamw`: embeddings and everything that is not a matrix do not decay."""
+    """AdamW with 8-bit moments. As in `adamw`, embeddings and everything that is not a matrix do not decay."""
     return LowBitAdamW(adamw_groups(named_params, weight_decay), {"lr": lr, "betas": betas, "eps": eps})
 
 
 def adamw_bf16_masters(named_params: Iterable[tuple[str, nn.Parameter]], lr: float, betas: tuple[float, float] = (0.9, 0.95),
                        weight_decay: float = 0.1, eps: float = 1e-8, *, seed: int, coded: bool = False) -> "LowBitAdamW":
-    """As `adamw`, of weights in bf16: each step is computed in fp32 and rounded stochastically. `coded`: with moments in 8 bits."""
+    """AdamW for weights in bf16, with the groups of `adamw`: each step is computed in fp32 and rounded stochastically. `coded`: with
+    moments in 8 bits."""
     groups = adamw_groups(named_params, weight_decay, masters=torch.bfloat16)
     return LowBitAdamW(groups, {"lr": lr, "betas": betas, "eps": eps}, coded=coded, seed=seed)
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """Made by `adamw_8bit` or `adamw_bf16_masters`. Born with its whole state, every entry a plain tensor."""
+    """AdamW with 8-bit moments or bf16 weights, made by `adamw_8bit` or `adamw_bf16_masters`. Born with its whole state, every entry a
+    plain tensor."""
 
     found_inf: Tensor | None = None
 

@@ -66,12 +66,13 @@ class Budget:
 
 
 class Schedule:
-    """Remembers when the run will end, once it is known, and how much time all its sittings took. It ends at a `multiple` of steps."""
+    """Learning-rate schedule: knows when the run will end, once it is decided, and how much time all its sessions took. It ends at a
+    `multiple` of steps."""
 
     def __init__(self, budget: Budget, multiple: int = 1):
         self.budget, self.multiple, self.clock = budget, multiple, Clock()
         self.stop_at, self.decay_from = budget.steps, None
-        self._spent = 0.0  # seconds of earlier sittings
+        self._spent = 0.0  # seconds of earlier sessions
 
     stop_at: int | None
     decay_from: int | None
@@ -81,7 +82,7 @@ class Schedule:
         self.clock = Clock(self._spent)
 
     def multiplier(self, step: int) -> float:
-        """Of every peak rate: a pure function of the step, once it is known when the way down begins."""
+        """Learning-rate multiplier of every peak rate: a pure function of the step, once it is known when the way down begins."""
         warmup = self.budget.warmup
         if self.stop_at is None:
             return min(1.0, (step + 1) / (warmup + 1))
@@ -91,7 +92,8 @@ class Schedule:
         return warmup_stable_decay(step, self.stop_at, min(warmup, self.stop_at - decay), decay)
 
     def decide_end(self, done: int, seconds_a_step: float | None) -> bool:
-        """Under a budget of time: when the flat part's share of it is over, what is left is the way down, in steps."""
+        """Decide, under a budget of time, when the run ends: when the flat part's share of it is over, what is left is the way down, in
+        steps."""
         minutes = self.budget.minutes
         if minutes is None or self.stop_at is not None or done <= self.budget.warmup or seconds_a_step is None:
             return False
@@ -116,7 +118,7 @@ class Schedule:
 
 
 class Clock:
-    """Wall time of a run over all its sittings, for budgets and progress."""
+    """Wall time of a run over all its sessions, for budgets and progress."""
 
     def __init__(self, spent: float = 0.0):
         self._start = time.monotonic() - spent

@@ -36,14 +36,14 @@ def next_token(model: Transformer, batch: Batch) -> Loss:
 
 
 def combined(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What two micro-batches measured together: the larger of what ends in /max, the sum of everything else."""
+    """Metrics of two micro-batches together: the larger of what ends in /max, the sum of everything else."""
     both = {name: torch.maximum(one[name], other[name]) if name.endswith("/max") else one[name] + other[name]
             for name in one.keys() & other.keys()}
     return {**one, **other, **both}
 
 
 def averages(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Divided once, by what counted; empty where nothing did. Waits for the device, once for all of them."""
+    """Metrics divided once, by what counted; empty where nothing did. Waits for the device, once for all of them."""
     if not sums:
         return {}
     values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

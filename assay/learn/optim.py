@@ -52,7 +52,8 @@ def adamw(named_params: Named, lr: float, betas: tuple[float, float] = (0.9, 0.9
 
 
 def adamw_groups(named_params: Named, weight_decay: float, masters: torch.dtype = torch.float32) -> list[dict[str, Any]]:
-    """What decays, and what does not. Other masters than fp32 are for an optimizer that rounds stochastically."""
+    """Parameter groups of AdamW: those that decay, and those that do not. Other masters than fp32 are for an optimizer that rounds
+    stochastically."""
     params = _trainable(named_params, masters)
     decays = {name: parameter_kind(name, p) in ("matrix", "head") for name, p in params.items()}
     return [{"params": [p for name, p in params.items() if decays[name] == decaying],
@@ -95,7 +96,7 @@ def muon(named_params: Named, *, lr_matrix: float, lr_embed: float, lr_scalar: f
 
 
 class Muon(torch.optim.Optimizer):
-    """Made by `muon`. Groups with `orthogonal` take Muon's step, the others AdamW's without decay."""
+    """Muon, made by `muon`. Groups with `orthogonal` take Muon's step, the others AdamW's without decay."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
@@ -223,7 +224,7 @@ def _some(names: list[str]) -> str:
 # ── the parameters ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def parameter_kind(name: str, parameter: Tensor) -> Literal["matrix", "embedding", "head", "vector"]:
-    """What a parameter of a Transformer is to its optimizer, told by its name and shape."""
+    """Kind of a Transformer's parameter for its optimizer, told by its name and shape."""
     if parameter.ndim != 2:
         return "vector"
     if f".{name}".endswith(EMBEDDINGS):
@@ -254,6 +255,6 @@ def _fused(params: Iterable[Tensor]) -> bool:
 
 
 def _adamw_state(p: Tensor, fused: bool, where: str | None) -> dict[str, Tensor]:
-    """As torch would make it on the first step; its fused kernel counts on the device, the plain loop on the host."""
+    """AdamW's state as torch would make it on the first step; its fused kernel counts on the device, the plain loop on the host."""
     return {"step": torch.zeros((), device=p.device if fused else "cpu"),
             "exp_avg": torch.zeros_like(p, device=where), "exp_avg_sq": torch.zeros_like(p, device=where)}

@@ -25,7 +25,7 @@ Digests = Callable[[nn.Module], dict[str, str]]  # of every tensor, by name
 
 
 class ShardSum(NamedTuple):
-    """What shards come to: gradients and the loss as one vector; sums and maxima that were measured; and what was read, counted."""
+    """Sum over shards: gradients and the loss as one vector; sums and maxima that were measured; and what was read, counted."""
 
     gradients: Tensor  # fp32, every trained tensor one after the other, then the loss
     sums: Tensor
@@ -60,7 +60,7 @@ class ParallelAccumulate:
 
 
 def answer_calls(world: World, inner: Accumulate, model: Transformer, objective: Objective, digests: Digests) -> None:
-    """What every process but the first does until the run ends."""
+    """Answer the calls of process 0 until the run ends, in every process but the first."""
     for call in world.calls():
         if call.get("digests"):
             send_weights(world, model)
@@ -76,7 +76,7 @@ def answer_calls(world: World, inner: Accumulate, model: Transformer, objective:
 
 
 def replica_digests(world: World, model: Transformer, digests: Digests) -> list[dict[str, str]]:
-    """What every process holds, by rank, once it was sent the weights of this moment. Asked in process 0."""
+    """Digests of what every process holds, by rank, once it was sent the weights of this moment. Asked in process 0."""
     world.announce({"digests": True})
     send_weights(world, model)
     return [digests(model), *world.replies()]

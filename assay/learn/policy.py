@@ -28,7 +28,7 @@ Divergence = Literal["none", "k1", "k2", "k3"]
 
 @dataclass(frozen=True, eq=False)
 class Surrogate:
-    """What is asked of a policy-gradient objective; the guards write the same loss out from this record alone.
+    """Settings of a policy-gradient objective; the guards write the same loss out from this record alone.
 
     `ratio`: "token" is PPO's; "sequence" is GSPO's, the geometric mean over the sequence; "cispo" lets every token learn,
     with its ratio, at most 1 + epsilon_high, as a constant factor. A weight may be a tensor that the caller refills between
@@ -118,7 +118,7 @@ def cispo_capped(asked: Surrogate, ratio_BT: Tensor, logp_BT: Tensor, advantage_
 
 
 def sequence_mean(values_BT: Tensor, counts_BT: Tensor, documents: Tensor | None) -> Tensor:
-    """Of each sequence, the mean over its tokens that count, at every one of its tokens."""
+    """Mean of each sequence over its tokens that count, repeated at every one of its tokens."""
     begins = torch.zeros_like(values_BT, dtype=torch.long)
     if documents is not None:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -139,7 +139,7 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """Never negative, and of mean KL(π ‖ reference)."""
+    """k3 estimator of the KL: never negative, and of mean KL(π ‖ reference)."""
     return torch.expm1(-d) + d
 
 
@@ -170,7 +170,7 @@ def _measured(asked: Surrogate, batch: Batch, ratio_BT: Tensor, log_ratio_BT: Te
 
 
 def _onto_targets(values_BT: Tensor) -> Tensor:
-    """From the state that predicts a token to the token itself."""
+    """Values moved from the state that predicts a token to the token itself."""
     return torch.nn.functional.pad(values_BT[:, :-1], (1, 0))
 
 

@@ -30,7 +30,7 @@ _SURE = -1e-7  # a mean log-probability that counts as certain: the odds of what
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """What is asked of a preference objective; the guards write the same loss out from this record alone.
+    """Settings of a preference objective; the guards write the same loss out from this record alone.
 
     `label_smoothing` is the share of labels held to be wrong: conservative DPO's in "sigmoid", and unbiased in "robust". "sigmoid_norm"
     and "ipo" compare means over tokens, so that length is worth nothing. `gamma` is SimPO's margin, in units of the reward.
@@ -62,7 +62,7 @@ class PreferenceSettings:
 
 
 class PairScores(NamedTuple):
-    """Of each place for a pair, (B, P) in fp64: log-probabilities summed over the tokens of a completion, and how many those are."""
+    """Scores of each place for a pair, (B, P) in fp64: log-probabilities summed over the tokens of a completion, and how many those are."""
 
     chosen: Tensor
     rejected: Tensor
@@ -108,7 +108,7 @@ def pair_scores(model: Transformer, batch: Batch, settings: PreferenceSettings) 
 
 
 def document_sums(values_BT: Tensor, documents_BT: Tensor) -> Tensor:
-    """By the number of the document, (B, an even number of places). In fp64, in which the order of adding leaves fp32 as it is."""
+    """Sums by document number, (B, an even number of places). In fp64, in which the order of adding leaves fp32 as it is."""
     B, T = values_BT.shape
     sums = torch.zeros(B, T + T % 2, dtype=torch.float64, device=values_BT.device)
     return sums.scatter_add(1, documents_BT.long().clamp(min=0), values_BT.double())  # padding has no weight: it adds 0
@@ -161,7 +161,7 @@ def smoothed_logistic(settings: PreferenceSettings, margin: Tensor) -> Tensor:
 
 
 def mean_margin(scores: PairScores) -> Tensor:
-    """Chosen over rejected, both as means over their tokens."""
+    """Margin of chosen over rejected, both as means over their tokens."""
     return scores.chosen_ratio / scores.chosen_tokens - scores.rejected_ratio / scores.rejected_tokens
 
 
@@ -181,7 +181,7 @@ def pair_rewards(settings: PreferenceSettings, scores: PairScores) -> tuple[Tens
 
 @torch.no_grad()
 def measured_pairs(settings: PreferenceSettings, scores: PairScores) -> dict[str, Tensor]:
-    """Under TRL's names. What is divided by is the number of pairs."""
+    """Preference metrics under TRL's names, as sums. What is divided by is the number of pairs."""
     chosen, rejected = pair_rewards(settings, scores)
     found = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/accuracies": chosen > rejected,
              "rewards/margins": chosen - rejected, "logps/chosen": scores.chosen, "logps/rejected": scores.rejected}

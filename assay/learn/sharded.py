@@ -91,7 +91,7 @@ class ShardedModel:
         self._writing: Future[None] | None = None
 
     def answer_calls(self) -> None:
-        """What every process but the first does until the run ends."""
+        """Answer the calls of process 0 until the run ends, in every process but the first."""
         for call in self.world.calls():
             getattr(self, call["do"])(**call["given"])
         self._written()
@@ -138,7 +138,7 @@ class ShardedModel:
     # ---------------------------------------------------------------- in parts from the beginning
 
     def open_in_parts(self, stored: "StoredTensors") -> None:
-        """In process 0: what was stored goes to all processes, a tensor at a time; or other values of the same tensors."""
+        """Send what was stored, or other values of the same tensors, from process 0 to all processes, a tensor at a time."""
         if self._streaming is not None:
             self._end_streaming()
         self.stored = stored
@@ -222,13 +222,13 @@ class ShardedModel:
         found[name] = found[name] + rows if name in found else rows
 
     def _given_gradients(self) -> Mapping[str, Tensor]:
-        """What `model.gradients` is while the model is streamed: those that left, and those that stayed."""
+        """Gradients of the model while it is streamed (`model.gradients`): those that left, and those that stayed."""
         stayed = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         left = list(self.gradient_sets.get(self._set, {}))
         return self._set_of([name for name in self.shapes if name in stayed or name in left], stayed)
 
     def keep_gradients(self) -> Mapping[str, Tensor]:
-        """Of the step that all processes computed last, which forget them otherwise."""
+        """Keep the gradients of the step that all processes computed last, which forget them otherwise."""
         self.set_gradients_aside(number=self._set)
         return self._set_of(list(self.gradient_sets[self._set]), {})
 
@@ -251,7 +251,7 @@ class ShardedModel:
 
     @in_all_processes
     def forget_gradients(self) -> None:
-        """Nobody compares any more."""
+        """Forget the gradients that were set aside: nobody compares any more."""
         self.gradient_sets.clear()
 
     @in_all_processes
@@ -260,7 +260,7 @@ class ShardedModel:
             self.gradient_sets.pop(number, None)
 
     def _own_moments(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter: moments of its shape in rows, counters as they are."""
+        """Optimizer moments by parameter: those of its shape in rows, counters as they are."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state_tensors(self.optimizer, dict(self.model.named_parameters())).items():
             parameter, _, key = name.rpartition("/")
@@ -317,8 +317,8 @@ class ShardedModel:
         return wrong
 
     def _digest_before(self, name: str, found: Tensor) -> str:
-        """Of a tensor as it was before it was cut; where nobody held it whole, of what is stored: moments begin at 0, an average with the
-        weights."""
+        """Digest of a tensor as it was before it was cut; where nobody held it whole, of what is stored: moments begin at 0, an average
+        with the weights."""
         if self.stored is None:
             assert self.whole is not None, "process 0 keeps a copy"
             return self._state_before[name] if name in self._state_before else tensor_sha256(self.whole.get_parameter(name))
@@ -340,8 +340,8 @@ class ShardedModel:
 
     @in_all_processes
     def accumulate_share(self, *, call: dict[str, Any]) -> tuple[Accumulated, Tensor]:
-        """This process's rows forward and back. The gradients are summed as they are made, and each process keeps its own rows of them;
-        loss and metrics are the sums over all processes, the same in each."""
+        """Forward and backward of this process's rows. The gradients are summed as they are made, and each process keeps its own rows of
+        them; loss and metrics are the sums over all processes, the same in each."""
         self.model.compute_dtype = getattr(torch, call["compute"]) if call["compute"] else None
         self.model.train(call["training"])
         batch = send_batch(self.world, self._batch if self._batch is not None else empty_batch(call["streams"]))
@@ -366,7 +366,8 @@ class ShardedModel:
         return Accumulated(total[0].float(), self._over_processes(metrics)), total[1:]
 
     def _micro_batches(self, batch: Batch, micro: int) -> Iterator[Batch]:
-        """As many in every process, since each gathers and sums with all others: who has no rows left takes one that counts nothing."""
+        """Micro-batches of this process, as many in every process, since each gathers and sums with all others: one that has no rows left
+        takes one that counts nothing."""
         rank, size = self.world.rank, self.world.size
         parts = list(rows_of(batch, rank, size).split(micro)) if rank < len(batch) else []
         yield from parts
@@ -444,8 +445,8 @@ class ShardedModel:
 
     @in_all_processes
     def directions_apart(self) -> tuple[str, float] | None:
-        """Of Muon's last matrix of several, or its last: how far its direction, as all processes make it of their rows, is from that of
-        the whole matrix; found in process 0, with the weights in the gradient's place. None where no matrix moves so."""
+        """Distance between two directions of Muon's last matrix of several, or of its last: as all processes make it of their rows, and
+        that of the whole matrix; found in process 0, with the weights in the gradient's place. None where no matrix moves so."""
         reshard(self.model)
         names = {id(part): name for name, part in self.parts.items()}
         muon = [group for group in self.optimizer.param_groups if group.get("orthogonal")]
@@ -469,7 +470,7 @@ class ShardedModel:
 
     @in_all_processes
     def swap_average(self) -> None:
-        """Into the model, or out of it again."""
+        """Swap the moving average into the model, or out of it again."""
         assert self.ema is not None
         reshard(self.model)
         if (held := self.__dict__.pop("_swap", None)) is None:
@@ -518,7 +519,7 @@ class ShardedModel:
 
     @in_all_processes
     def gather_weights(self) -> dict[str, Tensor]:
-        """What is trained, whole, on the CPU; in process 0 alone."""
+        """Gather the trained weights, whole, on the CPU; in process 0 alone."""
         reshard(self.model)
         found = {name: self.gather_tensor(name, part, 0) for name, part in self.parts.items() if part.requires_grad}
         return {name: whole for name, whole in found.items() if whole is not None}
@@ -534,7 +535,7 @@ class ShardedModel:
         return found
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this process holds of what a checkpoint's optimizer file holds, under the names it has there."""
+        """This process's part of a checkpoint's optimizer file, under the names that it has there."""
         moments = state_tensors(self.optimizer, self.parts)
         return moments if self.ema is None else moments | self.ema.tensors()
 
@@ -556,7 +557,7 @@ class ShardedModel:
 
     @in_all_processes
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Whole, on the CPU of process 0; they are gone afterwards."""
+        """Gather the gradients, whole, on the CPU of process 0; they are gone afterwards."""
         found = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and (
@@ -589,7 +590,7 @@ class ShardedModel:
         return save, foreign, state
 
     def _written(self) -> None:
-        """Once this process's share of the last save is whole; raises what its write raised."""
+        """Wait until this process's share of the last save is whole; raises what its write raised."""
         if self._writing is not None:
             self._writing.result()
 
@@ -597,12 +598,12 @@ class ShardedModel:
 
     @in_all_processes
     def look_at_parts(self, *, names: list[str]) -> None:
-        """What `moved_counts` compares with: some elements of each process's rows."""
+        """Remember some elements of each process's rows, which `moved_counts` compares with."""
         self._looked_at = {name: some_elements(self.parts[name]).clone() for name in names}
 
     @in_all_processes
     def moved_counts(self) -> dict[str, tuple[int, int]]:
-        """Of every tensor that was looked at: elements that have moved since, and those that were looked at; over all processes."""
+        """Number of elements that have moved, and that were watched, of every watched tensor; over all processes."""
         mine = {name: (int((some_elements(self.parts[name]) != before).sum()), before.numel()) for name, before in self._looked_at.items()}
         if self.world.rank > 0:
             self.world.reply(mine)
@@ -622,7 +623,7 @@ class ShardedModel:
 
     @in_all_processes
     def said_by_all(self) -> list[dict[str, Any]]:
-        """What each process has: checksums of its rows of frozen tensors, steps that its optimizer counts, and its last step. By rank."""
+        """State of each process, by rank: checksums of its rows of frozen tensors, steps that its optimizer counts, and its last step."""
         reshard(self.model)
         frozen = {name: part for name, part in self.parts.items() if not part.requires_grad and part.numel()}
         mine = {"frozen": dict(self.checksums(frozen)),
@@ -635,8 +636,8 @@ class ShardedModel:
 
 
 class StoredTensors:
-    """What a model in parts begins with, read or made tensor by tensor: weights under our names; moments and average where a run goes
-    on."""
+    """Tensors that a model in parts begins with, read or made one by one: weights under our names; moments and average where a run
+    resumes."""
 
     def __init__(self, weight: Fetch, moments: Mapping[str, Tensor], average: Mapping[str, Tensor] | None = None):
         self.weight, self.moments, self.average = weight, moments, average or {}
@@ -721,7 +722,7 @@ def fill_parts(model: Transformer, rows: dict[str, Tensor], device: str) -> None
 
 
 def with_own_memory(_: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Of what is trained; what is frozen keeps its shape alone."""
+    """Parameter with memory of its own where it is trained; what is frozen keeps its shape alone."""
     return nn.Parameter(torch.empty_like(parameter, device="cpu")) if parameter.requires_grad else parameter
 
 
@@ -750,7 +751,7 @@ def whole_copy(model: Transformer) -> Transformer:
 
 
 def around_same_tensors(model: Transformer) -> Transformer:
-    """Another module tree: what is put in the place of one's methods is not the other's."""
+    """Copy of the module tree around the same tensors: what is put in the place of one's methods is not the other's."""
     held: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, held)
 
@@ -766,7 +767,8 @@ def some_elements(tensor: Tensor) -> Tensor:
 
 
 def measured_nothing(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the same names, what changes neither a sum nor a maximum: every process sums the same values, whoever has rows."""
+    """Neutral metrics under the same names, which change neither a sum nor a maximum: every process sums the same values, whoever has
+    rows."""
     return {name: torch.full_like(value, -math.inf) if name.endswith("/max") else torch.zeros_like(value)
             for name, value in metrics.items()}
 
@@ -785,7 +787,7 @@ def _compute_as(whole: Transformer, sharded: Transformer, device: str) -> None:
 
 
 def balanced_owners(bytes_of: Mapping[str, int], size: int) -> dict[str, int]:
-    """Which process takes each tensor, the largest first, each to the one with the least so far: the same in every process."""
+    """Owner of each tensor: the largest first, each to the process with the least so far; the same in every process."""
     load, owners = [0] * size, dict[str, int]()
     for name in sorted(bytes_of, key=lambda name: (-bytes_of[name], name)):
         owners[name] = min(range(size), key=lambda rank: load[rank])
@@ -794,7 +796,7 @@ def balanced_owners(bytes_of: Mapping[str, int], size: int) -> dict[str, int]:
 
 
 def gradient_distance(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> float:
-    """Of the due gradient's norm; infinite where one has a tensor that the other lacks."""
+    """Distance of two gradients, relative to the due gradient's norm; infinite where one has a tensor that the other lacks."""
     if found.keys() != due.keys():
         return math.inf
     scale = math.sqrt(sum(float(gradient.float().square().sum()) for gradient in due.values()))

@@ -16,7 +16,8 @@ _DROPPED = 1 << 16  # what the bits are worth that bf16 has less than fp32
 
 
 def stochastically_rounded(values: Tensor, key: int, step: Tensor) -> Tensor:
-    """In bf16. `key` is the tensor's; `step` the optimizer's count, on the device. What bf16 holds exactly stays as it is."""
+    """Values rounded stochastically to bf16. `key` is the tensor's; `step` the optimizer's count, on the device. What bf16 holds exactly
+    stays as it is."""
     flat, made = values.contiguous().view(-1), torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     for start in range(0, flat.numel(), _PART):
         part = flat[start : start + _PART]

@@ -1,8 +1,8 @@
-"""Streamed model: a model that one process computes with alone and never holds whole: each matrix is fetched for its product and let go.
+"""Streamed model: a model that one process computes with alone and never holds whole: each matrix is fetched for its product and released.
 
-The matrices of the blocks' layers are fetched when their layer is called, on the way back once more (activations are made again there), and
-their gradients leave as soon as they are made. Embedding, head, norms and whatever is small stay. In between a matrix is not a number: what
-used it without its layer would show.
+The matrices of the blocks' layers are fetched when their layer is called, in the backward pass once more (activations are recomputed
+there), and their gradients leave as soon as they are made. Embedding, head, norms and whatever is small stay. In between a matrix is not a
+number: what used it without its layer would show.
 """
 
 import math

@@ -51,7 +51,7 @@ class DocumentBegun:
 
 @dataclass(frozen=True)
 class ChunkScored:
-    """What the tokens of a chunk cost in nats, under the adapter that has taken `steps` steps on the document's earlier chunks."""
+    """Losses of the tokens of a chunk in nats, under the adapter that has taken `steps` steps on the document's earlier chunks."""
 
     document: int
     slot: int
@@ -75,7 +75,7 @@ TttEvent = list[DocumentBegun] | list[ChunkScored] | list[AdapterUpdated]
 
 @dataclass
 class DocumentCursor:
-    """Where a slot stands in its document, whose first token is predicted by nothing."""
+    """Position of a slot in its document, whose first token is predicted by nothing."""
 
     document: int
     tokens: Sequence[int]
@@ -117,7 +117,7 @@ def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], setti
 
 
 def score_chunks(model: Transformer, window: Batch, adam: "SlotAdam | None", learning: Sequence[bool]) -> Tensor:
-    """What each token of the slots' chunks costs, with a graph where a step will be taken on it."""
+    """Loss of each token of the slots' chunks, with a graph where a step will be taken on it."""
     with torch.set_grad_enabled(adam is not None and any(learning)):
         return token_losses(model, window, adam)
 

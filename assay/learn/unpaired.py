@@ -27,7 +27,7 @@ _AGAINST_REFERENCE = PreferenceSettings()
 
 @dataclass(frozen=True)
 class KtoSettings:
-    """What is asked of the objective; the guards write the same loss out from this record alone. "apo_zero_unpaired" has no baseline."""
+    """Settings of the KTO objective; the guards write the same loss out from this record alone. "apo_zero_unpaired" has no baseline."""
 
     loss: KtoLoss = "kto"
     beta: float = 0.1
@@ -106,7 +106,8 @@ def with_baseline(model: Transformer, batch: Batch, micro: int) -> Batch:
 
 @torch.no_grad()
 def measured_feedback(settings: KtoSettings, scores: PairScores, labels_BP: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """What is divided by is the number of examples. `rewards/signed` is the reward with the label's sign: it grows as is learned."""
+    """KTO metrics, as sums; what they are divided by is the number of examples. `rewards/signed` is the reward with the label's sign: it
+    grows as is learned."""
     reward = settings.beta * scores.chosen_ratio
     found = {"rewards/signed": labels_BP * reward, "rewards/mean": reward, "desirable": labels_BP > 0, "logps/mean": scores.chosen,
              "kl": baseline_of(settings, batch).expand_as(reward)}

@@ -22,7 +22,7 @@ PADDING = -1
 
 
 class AttentionMask(NamedTuple):
-    """What the queries of one layer may attend to: all keys before them, those of `mask_BTS`, or those of their own document."""
+    """Keys that the queries of one layer may attend to: all before them, those of `mask_BTS`, or those of their own document."""
 
     mask_BTS: Tensor | None = None
     starts: Tensor | None = None  # where documents begin in the flattened rows, for kernels that take variable lengths
@@ -47,7 +47,7 @@ PLAIN_RULE = AttentionRule()
 
 
 class TokenLayout(NamedTuple):
-    """Where each token stands, and what it sees, for each window that occurs in the model."""
+    """Position of each token, and what it attends to, for each window that occurs in the model."""
 
     documents: Tensor  # (B, T)
     positions: Tensor  # (B, T), or (1, T) where every row counts alike

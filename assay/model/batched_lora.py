@@ -106,12 +106,12 @@ class BatchedAdapters:
 
     @torch.no_grad()
     def norms(self, slot: int) -> tuple[float, float]:
-        """Of the left factors together, and of the right ones relative to their first."""
+        """Norm of the left factors together, and of the right ones relative to their first."""
         left, right = (torch.where(of, self.state_BN[slot], 0.0).norm() for of in (~self.right_N, self.right_N))
         return float(left), float(right / torch.where(self.right_N, self.first_N, 0.0).norm())
 
     def detached(self, slot: int) -> Patch:
-        """What a slot has learned, as a Patch of the model that it is for."""
+        """Adapter of a slot, as a Patch of the model that it is for."""
         sizes = [rows * columns for rows, columns in self._shapes]
         views = iter([part.view(shape).detach().clone().cpu() for part, shape in
                       zip(self.state_BN[slot].split(sizes), self._shapes, strict=True)])
@@ -120,7 +120,7 @@ class BatchedAdapters:
 
 
 def ttt_sites(config: ModelConfig, targets: tuple[str, ...]) -> list[LoraSite]:
-    """Where each target stands in our matrices. The head of a tied model is adapted as a head alone: its embedding stays."""
+    """LoRA sites of the targets in our matrices. The head of a tied model is adapted as a head alone: its embedding stays."""
     unknown = [target for target in targets if target not in TTT_TARGETS]
     if unknown or not targets or len(set(targets)) < len(targets):
         raise UsageError(f"targets {' '.join(targets) or '(none)'}: expected some of {', '.join(TTT_TARGETS)}, each once")
@@ -139,7 +139,7 @@ def ttt_sites(config: ModelConfig, targets: tuple[str, ...]) -> list[LoraSite]:
 
 
 def _owner(model: Transformer, name: str) -> tuple[nn.Module, str]:
-    """Whose attribute stands for the matrix: the head's own place, where it is the embedding's."""
+    """Module and attribute that hold the matrix: the head's own place, where it is the embedding's."""
     owner, leaf = ("", "head") if name == "embed.weight" else name.removesuffix(".weight").rpartition(".")[::2]
     return model.get_submodule(owner), leaf
 

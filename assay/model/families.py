@@ -119,7 +119,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def unexportable_features(config: ModelConfig) -> list[str]:
-    """What no foreign architecture computes and this model does, in words."""
+    """Features of this model that no foreign architecture computes, in words."""
     own = {"soft cap": config.softcap is not None and config.family != "gemma2", "squared relu": config.activation == "relu2",
            "mixing of the first layer's values": config.value_residual, "gates on attention's output": config.attention_gate}
     return [what for what, found in own.items() if found]
@@ -176,7 +176,7 @@ ROPE_KINDS = {int: "a whole number", float: "a number with a point", (int, float
 
 
 class ConfigFields:
-    """Reads config.json field by field and remembers which, so that `finish` can name what nobody asked for."""
+    """Reader of config.json, field by field, which remembers the fields, so that `finish` can name what nobody asked for."""
 
     def __init__(self, fields: Mapping[str, Any], where: str):
         self.fields, self.where, self.read = fields, where, set[str]()
@@ -213,7 +213,7 @@ class ConfigFields:
 
 
 def _read_llama(family: str, fields: ConfigFields, tensor_names: Collection[str]) -> ModelConfig:
-    """What all families with rotary positions have; what one of them has beyond that is in FEATURES."""
+    """Config fields that all families with rotary positions have; what one of them has beyond that is in FEATURES."""
     width, heads = fields.need("hidden_size"), fields.need("num_attention_heads")
     depth, kv_heads = fields.need("num_hidden_layers", most=_DEEPEST), fields.maybe("num_key_value_heads") or heads
     if "num_key_value_heads" not in fields.fields and family not in ("llama", "olmo2", "granite", "phi3"):  # there it is as many as heads
@@ -340,7 +340,7 @@ def _qwen_moe_features(fields: ConfigFields, common: Mapping[str, Any]) -> dict[
 
 
 def _expert_count(fields: ConfigFields) -> int:
-    """Under either of its names; where both stand they must agree."""
+    """Number of experts, under either of its names; where both stand they must agree."""
     counts = {count for count in (fields.maybe("num_experts"), fields.maybe("num_local_experts")) if count is not None}
     if len(counts) != 1:
         raise UsageError(f"{fields.where}: num_experts and num_local_experts say {sorted(counts) or 'nothing'}; expected one count")
@@ -423,7 +423,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _head_dim(fields: ConfigFields, width: int, heads: int) -> int:
-    """Absent means width / heads in every family here."""
+    """Head dimension; absent means width / heads in every family here."""
     head_dim = fields.maybe("head_dim")
     if head_dim is None and width % heads:
         raise UsageError(f"{fields.where}: width {width} is not a multiple of {heads} heads and head_dim is missing")
@@ -444,7 +444,8 @@ def _read_tied(fields: ConfigFields, tensor_names: Collection[str]) -> bool:
 
 
 def _read_windows(family: str, fields: ConfigFields, depth: int) -> tuple[int | None, ...]:
-    """As transformers' class of the family reads them. Where that looks at no window, or has one of its own, nothing is guessed."""
+    """Sliding windows of the layers, as transformers' class of the family reads them. Where that looks at no window, or has one of its own,
+    nothing is guessed."""
     window, kinds = fields.maybe("sliding_window"), fields.maybe("layer_types", list)
     switched = family in SWITCHED_WINDOWS
     used = family in WINDOWED and (not switched or bool(fields.maybe("use_sliding_window", bool)))
@@ -614,7 +615,7 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_features(config: ModelConfig) -> dict[str, Any]:
-    """What one family has beyond the others, as FEATURES reads it."""
+    """Config fields that one family has beyond the others, as FEATURES reads them."""
     e, rope = config.experts, config.rope
     assert rope is not None
     if config.family in ("gemma2", "gemma3_text"):
@@ -718,7 +719,7 @@ def _llama_layout(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
 
 
 def _mixture_leaves(config: ModelConfig) -> dict[str, list[ForeignTensor]]:
-    """Where a layer has experts: Qwen's files have three tensors for each, gpt-oss two for all, with inputs before outputs."""
+    """Tensors of a layer with experts: Qwen's files have three for each expert, gpt-oss two for all, with inputs before outputs."""
     e = config.experts
     if e is None:
         return {}
@@ -806,7 +807,8 @@ def from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], fo
 
 def one_from_foreign(config: ModelConfig, layout: dict[str, list[ForeignTensor]], foreign: Mapping[str, Tensor],
                      where: str) -> Callable[[str], Tensor]:
-    """As `from_foreign`, of tensors that it has accepted: each is made when it is asked for, and nobody keeps it."""
+    """Reader of single tensors, as `from_foreign` would make them, from tensors that it has accepted: each is made when it is asked for,
+    and nobody keeps it."""
     foreign, wanted = _without_redundant(config, layout, foreign, where), parameter_shapes(config)
     return lambda ours: _joined(layout[ours], foreign, wanted[ours], where, lambda tensor: tensor)
 

@@ -222,7 +222,7 @@ def _document(normalizer: Any, pre_tokenizer: Any, decoder: Any, model: Any, rea
 
 
 def _post_processor(read: _Reader, adds_bos: bool) -> dict[str, Any] | None:
-    """What goes around a text: the file says, or else the tokenizer's kind."""
+    """Post-processor, which puts special tokens around a text: as the file says, or else the tokenizer's kind."""
     if read.maybe("add_sep_token", bool):
         raise UsageError(f"{read.where}: tokenizer.ggml.add_sep_token is true, which no model that continues text has")
     said = read.maybe("add_bos_token", bool)
@@ -287,7 +287,7 @@ def _named(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _plain(pre_tokenizer: Any) -> Any:
-    """Without what changes offsets and not ids."""
+    """Pre-tokenizer without what changes offsets and not ids."""
     if not isinstance(pre_tokenizer, Mapping):
         return pre_tokenizer
     steps = pre_tokenizer.get("pretokenizers")

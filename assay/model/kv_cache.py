@@ -45,7 +45,7 @@ class SlotCache:
         self.all.zero_()
 
     def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
-        """What each source slot holds in its first `width` places, into the target beside it; all are read before any is written."""
+        """Copy the first `width` places of each source slot into the target beside it; all are read before any is written."""
         wide = self.all.flatten(-2)
         if wide.shape[-1] * wide.itemsize % torch.complex128.itemsize == 0:
             wide = wide.view(torch.complex128)  # bytes alone matter here, and indexing goes by elements: the wider, the fewer
@@ -151,7 +151,8 @@ class DecodeView(NamedTuple):
 
 
 class DecodeLayer(NamedTuple):
-    """With `rotary` it turns q and k itself, which saves a kernel a layer; without it they come as they are to be."""
+    """KV cache of one layer while decoding. With `rotary` it rotates q and k itself, which saves a kernel a layer; without it they come
+    rotated."""
 
     keys_SLKd: Tensor
     values_SLKd: Tensor

@@ -22,7 +22,7 @@ _STRAIGHT = 1e-4  # 1 − |cosine| below which the arc between two tensors is a 
 
 @dataclass(frozen=True)
 class Merge:
-    """What is asked for. `density` is the share of a task vector's entries that stays, with TIES the largest and with DARE by lot."""
+    """Settings of a merge. `density` is the share of a task vector's entries that stays, with TIES the largest and with DARE at random."""
 
     method: MergeMethod
     weights: tuple[float, ...]
@@ -57,7 +57,7 @@ def merged_tensor(asked: Merge, name: str, tensors: Sequence[Tensor], base: Tens
 
 
 def slerp(one: Tensor, other: Tensor, share: float) -> Tensor:
-    """Along the arc between two tensors, `share` of the way; where they point the same way, along the line."""
+    """Spherical interpolation along the arc between two tensors, `share` of the way; where they point the same way, along the line."""
     cosine = float((one.double() * other.double()).sum() / (one.double().norm() * other.double().norm()).clamp_min(1e-30))
     if 1 - abs(cosine) < _STRAIGHT:
         return torch.lerp(one, other, share)
@@ -98,7 +98,7 @@ TASK_SUMS: dict[str, Callable[[Merge, str, Sequence[Tensor]], Tensor]] = {"task"
 
 
 def matrices_cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Of all matrices as one vector: near 1 for fine-tunes of one model, near 0 for models that began apart. Norms are left out."""
+    """Cosine of all matrices as one vector: near 1 for fine-tunes of one model, near 0 for models that began apart. Norms are left out."""
     product = first = second = 0.0
     for name, tensor in one.items():
         if tensor.ndim >= 2:

@@ -25,7 +25,7 @@ class LowRank:
     scale: float
 
     def delta(self) -> Tensor:
-        """In fp32: the product of two bf16 factors has more digits than bf16 can hold."""
+        """Weight change in fp32: the product of two bf16 factors has more digits than bf16 can hold."""
         return self.scale * (self.left.float() @ self.right.float())
 
 
@@ -42,7 +42,8 @@ class Patch:
 
 
 def patched_tensors(tensors: Mapping[str, Tensor], patch: Patch, digest: str | None = None) -> dict[str, Tensor]:
-    """New tensors for the changed names, in their own dtype. `digest` is the tensors' own: a patch fits one parent only."""
+    """Tensors with a patch applied: new ones for the changed names, in their own dtype. `digest` is the tensors' own: a patch fits one
+    parent only."""
     if patch.parent is not None and digest is not None and patch.parent != digest:
         raise ArtifactError(f"the patch belongs to weights {patch.parent[:12]}, these are {digest[:12]}: it is for another base, "
                             "or it is merged already; apply it to the parent it names")

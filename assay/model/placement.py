@@ -54,22 +54,23 @@ def require_device(device: str) -> str:
 
 
 def load_compiler_beside(device: str) -> None:
-    """Where a model will be compiled: torch's compiler is imported in a thread, which takes seconds, while weights and data are read."""
+    """Import torch's compiler in a thread, where a model will be compiled: it takes seconds, while weights and data are read."""
     if device.startswith("cuda") and _COMPILER not in sys.modules and not _LOADING:
         _LOADING.append(threading.Thread(target=importlib.import_module, args=(_COMPILER,), name="compiler", daemon=True))
         _LOADING[0].start()
 
 
 def await_compiler() -> None:
-    """Before anything asks for it: a module that another thread has half imported is no compiler."""
+    """Wait for the compiler's import before anything asks for it: a module that another thread has half imported is no compiler."""
     for thread in _LOADING:
         thread.join()
 
 
 def place_for_training(model: Transformer, device: str, *, compute: torch.dtype | None = None, compile: bool | None = None,
                        recompute: bool = False, masters: torch.dtype = torch.float32) -> Transformer:
-    """On a GPU bf16 compute and torch.compile, unless told otherwise. What is trained is in `masters`; what is frozen keeps the dtype
-    that it came in where the model computes in half precision, and is widened, exactly and once, where it computes in fp32."""
+    """Place a model for training: on a GPU bf16 compute and torch.compile, unless told otherwise. What is trained is in `masters`; what is
+    frozen keeps the dtype that it came in where the model computes in half precision, and is widened, exactly and once, where it computes
+    in fp32."""
     require_device(device)
     await_compiler()
     on_gpu = device.startswith("cuda")
@@ -101,19 +102,20 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
 
 
 def repeatable_kernels(compute: torch.dtype) -> dict[str, str | int | bool | Callable[..., object]] | None:
-    """What the compiler is told so that a run repeats its bits. In half precision the sums are our own kernels; in fp32 they are the
-    compiler's, which it would choose by a stopwatch: on one H200 two runs of one command then differed by 2e-6 after two steps."""
+    """Compiler options that make a run repeat its bits. In half precision the sums are our own kernels; in fp32 they are the compiler's,
+    which it would choose by a stopwatch: on one H200 two runs of one command then differed by 2e-6 after two steps."""
     told = compute == torch.float32 and "deterministic" in importlib.import_module("torch._inductor").list_options()
     return {"deterministic": True} if told else None
 
 
 def place_for_inference(model: Transformer, device: str, *, compute: torch.dtype | None = None) -> Transformer:
-    """As a run computes, uncompiled, with nothing to train: every tensor stays in the dtype that it came in, where that can be."""
+    """Place a model for inference: as a run computes, uncompiled, with nothing to train. Every tensor stays in the dtype that it came in,
+    where that can be."""
     return place_for_training(model.requires_grad_(False), device, compute=compute, compile=False)
 
 
 def frozen_tensors(model: Transformer) -> dict[str, Tensor]:
-    """What no training changes, under the names that it has where no layer is adapted."""
+    """Tensors that no training changes, under the names that they have where no layer is adapted."""
     return {name.replace(".base.", "."): parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
@@ -166,7 +168,7 @@ def is_uncompiled() -> bool:
 def fp32_uncompiled(*models: Transformer) -> Iterator[None]:
     """The models compute in fp32 and uncompiled inside the block: two ways to compute one thing then hardly differ by rounding.
 
-    On a GPU activations are made again on the way back, which changes no bit: in fp32 they, and the frozen weights that each layer
+    On a GPU activations are recomputed in the backward pass, which changes no bit: in fp32 they, and the frozen weights that each layer
     widens for itself, would take several times what the run itself takes.
     """
     kept = [(model.compute_dtype, model.recompute) for model in models]

@@ -1,4 +1,4 @@
-"""Quantised frozen weights (NF4, int8): codes and scales on the device, and a linear layer that makes its matrix anew at every use.
+"""Quantised frozen weights (NF4, int8): codes and scales on the device, and a linear layer that dequantises its matrix at every use.
 
 A row is cut into blocks of 64; a block has one scale and a code for each weight. NF4 (Dettmers et al., QLoRA, arXiv 2305.14314) has 16
 levels at the quantiles of a normal distribution, times the block's largest weight; int8 has 255 evenly spaced ones. What the codes
@@ -56,7 +56,7 @@ def is_quantisable(name: str, shape: Sequence[int]) -> bool:
 
 @torch.no_grad()
 def quantise(weight: Tensor, kind: QuantisedKind) -> QuantisedMatrix:
-    """On the weight's own device, some rows at a time."""
+    """Quantise a matrix on its own device, some rows at a time."""
     if weight.shape[1] % 2:
         raise UsageError(f"a matrix of {weight.shape[1]} columns has no {kind} form: two weights share a byte; expected an even number")
     parts = [_quantise_rows(rows, kind) for rows in _some_rows(weight, weight.shape[1])]
@@ -112,13 +112,14 @@ def _halfway(device: torch.device) -> Tensor:
 
 @functools.cache
 def _levels(device: torch.device) -> Tensor:
-    """On its device before a graph is captured there, since a capture cannot copy from the host: whoever captures warms up first."""
+    """NF4 levels, on their device before a graph is captured there, since a capture cannot copy from the host: whoever captures warms up
+    first."""
     return torch.tensor(NF4).to(device)
 
 
 def refuse_far_codes(name: str, weight: Tensor, made: Tensor, kind: QuantisedKind) -> float:
-    """No weight farther from its file's than the levels of its own block allow: a scale of another block, or a wrong table, shows.
-    Returns the summed square of all differences."""
+    """Refuse codes where a weight is farther from its file's than the levels of its own block allow: a scale of another block, or a wrong
+    table, shows. Returns the summed square of all differences."""
     apart = 0.0
     for ours, theirs in zip(_some_rows(made, made.shape[1]), _some_rows(weight, weight.shape[1]), strict=True):
         due = theirs.float()
@@ -137,7 +138,7 @@ def refuse_far_codes(name: str, weight: Tensor, made: Tensor, kind: QuantisedKin
 
 
 class QuantisedLinear(Linear):
-    """A frozen linear layer whose matrix is made anew at every use, on the way there and on the way back."""
+    """A frozen linear layer whose matrix is dequantised at every use, in the forward and in the backward pass."""
 
     def __init__(self, matrix: QuantisedMatrix, bias: nn.Parameter | None):
         nn.Module.__init__(self)
@@ -152,7 +153,7 @@ class QuantisedLinear(Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Made when it is asked for."""
+        """Dequantised weight, made when it is asked for."""
         return dequantised(self.matrix)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class QuantisedExperts(QuantisedLinear, ExpertLinear):
 
 
 def hold_quantised(model: Transformer, tensors: dict[str, Tensor]) -> None:
-    """Puts a quantised layer, still empty, where `tensors` hold codes instead of a weight."""
+    """Put a quantised layer, still empty, where `tensors` hold codes instead of a weight."""
     for name in [name for name in tensors if name.endswith(".codes")]:
         owner, leaf = name.removesuffix(".codes").rpartition(".")[::2]
         layer = model.get_submodule(f"{owner}.{leaf}")
@@ -215,7 +216,7 @@ def _product(x: Tensor) -> Any:
 
 
 def quantised_product(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, back: bool) -> Tensor:
-    """x Wᵀ + bias, or on the way back x W."""
+    """x Wᵀ + bias, or in the backward pass x W."""
     weight = dequantised(QuantisedMatrix(codes, scale)).to(x.dtype)
     return x @ weight if back else F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -31,7 +31,7 @@ class ResizedModel:
     rows: tuple[int, ...]
 
     def tables(self) -> dict[str, Tensor]:
-        """What an adapter must carry, for Patch.replaced."""
+        """Resized tables, which an adapter must carry, for Patch.replaced."""
         return {name: self.tensors[name] for name in _TABLES if name in self.tensors}
 
 
@@ -72,8 +72,8 @@ def resize_embeddings(config: ModelConfig, tensors: Mapping[str, Tensor], before
 
 
 def _extended(table: Tensor, vocab: int, known: int, pieces: Mapping[int, Sequence[int]]) -> Tensor:
-    """New rows are means, in fp32. Rows that only fill the matrix up are the mean of all: no token has them, and a row of zeros
-    would win against tokens whose logits are negative."""
+    """Embedding table with new rows, which are means, in fp32. Rows that only fill the matrix up are the mean of all: no token has them,
+    and a row of zeros would win against tokens whose logits are negative."""
     longer = torch.empty(vocab, table.shape[1], dtype=table.dtype, device=table.device)
     longer[: len(table)] = table
     if vocab > len(table):

@@ -25,7 +25,7 @@ class PieceEntry(NamedTuple):
 
 
 class SentencePieceFile(NamedTuple):
-    """What a tokenizer.model says."""
+    """Contents of a SentencePiece tokenizer.model."""
 
     pieces: list[PieceEntry]
     trained_as: int  # UNIGRAM, BPE, …
@@ -97,7 +97,7 @@ def model_of(found: SentencePieceFile, where: str) -> dict[str, Any]:
 
 
 def around(found: SentencePieceFile, named: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What tokenizer_config.json puts around a text; the model itself puts nothing there."""
+    """Special tokens that tokenizer_config.json puts around a text; the model itself puts nothing there."""
     ends = [named.get(f"{name}_token") if settings.get(f"add_{name}_token") else None for name in ("bos", "eos")]
     if ends == [None, None]:
         return None

@@ -45,8 +45,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json, special_tokens_map.json
-        and the chat templates beside them.
+        """Tokenizer of a folder: reads tokenizer.json (SentencePiece's tokenizer.model where there is none), tokenizer_config.json,
+        special_tokens_map.json and the chat templates beside them.
 
         A vocabulary takes a second to parse, and a run or a proof meets the same one in many folders: the same bytes are the same object.
         """
@@ -60,7 +60,7 @@ class Tokenizer:
     @classmethod
     def from_parts(cls, tokenizer_json: str | bytes | Mapping[str, Any], chat_template: str | None = None,
                    **settings: Any) -> "Tokenizer":
-        """From a tokenizer.json and named tokens: `from_parts(text, eos_token="</s>")`."""
+        """Tokenizer from a tokenizer.json and named tokens: `from_parts(text, eos_token="</s>")`."""
         document = tokenizer_json if isinstance(tokenizer_json, Mapping) else parse_json(tokenizer_json, where="tokenizer.json", shape=dict)
         return cls(document, settings, {} if chat_template is None else {"default": chat_template})
 
@@ -74,7 +74,7 @@ class Tokenizer:
         return self.backend.encode(_text(text), add_special_tokens=special).ids
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """As `encode`, on all cores."""
+        """Encode many texts as `encode` does, on all cores."""
         encodings = self.backend.encode_batch_fast([_text(text) for text in texts], add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
 
@@ -84,7 +84,7 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """As `offsets`, for many texts on all cores: which characters are behind a token, which token is behind a character."""
+        """Encodings of many texts with offsets, on all cores: which characters are behind a token, which token is behind a character."""
         return self._untrimmed.encode_batch([_text(text) for text in texts], add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
@@ -126,7 +126,7 @@ class Tokenizer:
                                              **(self._named_texts() | variables))
 
     def render_batch(self, chats: Sequence[chat_template.Chat]) -> list[str | None]:
-        """As `render`, many at a time; None where `render` raises an error."""
+        """Render many chats as `render` does; None where `render` raises an error."""
         return chat_template.render_templates(self._own_template(), chats, **self._named_texts())
 
     def _own_template(self) -> str:
@@ -169,7 +169,7 @@ class Tokenizer:
         return hashlib.sha256(_dumps(self.templates)).hexdigest() if self.templates else None
 
     def files(self) -> dict[str, bytes]:
-        """What a checkpoint folder needs for transformers to load this tokenizer and give the same ids.
+        """Files that a checkpoint folder needs for transformers to load this tokenizer and give the same ids.
 
         The class is always PreTrainedTokenizerFast: transformers 5 lets a model's own class rebuild the tokenizer from
         the vocabulary alone, which drops what that class does not expect (SmolLM2's digit split, for one).
@@ -225,7 +225,7 @@ class _TokenizerFiles:
     contents: tuple[tuple[str, bytes], ...]
 
     def object(self, name: str) -> dict[str, Any] | None:
-        """None where there is no such file."""
+        """JSON object in a file; None where there is no such file."""
         data = dict(self.contents).get(name)
         return None if data is None else parse_json(data, where=str(self.folder / name), shape=dict)
 

@@ -121,13 +121,13 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def layer_kind(self, layer: int) -> tuple[int | None, bool, bool]:
-        """What sets a layer apart from others: its window, whether it is turned, whether it has experts."""
+        """Kind of a layer: its window, whether it has rotary positions, whether it has experts."""
         return self.windows[layer], layer in self.unrotated, self.mixture_at(layer)
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: `initialised` or a file fills every parameter, and torch's initialisers are slow to import."""
+        """Do nothing: `initialised` or a file fills every parameter, and torch's initialisers are slow to import."""
 
 
 class Linear(nn.Linear):
@@ -136,7 +136,7 @@ class Linear(nn.Linear):
     unlisted = 0  # weights beyond the entries of its parameters, where those are codes
 
     def reset_parameters(self) -> None:
-        """Nothing, as in Embedding."""
+        """Do nothing, as in Embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -340,7 +340,7 @@ class Block(nn.Module):
         return x_BTD + self.addend(self.mlp(normed), self.mlp_post_norm)
 
     def addend(self, said_BTD: Tensor, post_norm: nn.Module | None) -> Tensor:
-        """What attention or MLP adds to the stream: normed or scaled first, where the model does that."""
+        """Output of attention or MLP as it is added to the residual stream: normed or scaled first, where the model does that."""
         said_BTD = said_BTD if post_norm is None else post_norm(said_BTD)
         return said_BTD if self.scale is None else said_BTD * self.scale
 
@@ -391,7 +391,7 @@ class Transformer(nn.Module):
         return states if c.logit_scale is None else states * c.logit_scale  # here, so that no loss need know of it
 
     def rotary_tables(self, layout: TokenLayout) -> list[RotaryTable | None]:
-        """What each layer turns its queries and keys by; None where it does not."""
+        """Rotary table of each layer's queries and keys; None where it has none."""
         c, everywhere = self.config, self.rotary(layout)
         local = everywhere if c.local_rope is None else rotary_table(c.local_rope, self.local_frequencies, layout)
         return [None if layer in c.unrotated else everywhere if c.windows[layer] is None else local for layer in range(c.depth)]
@@ -400,7 +400,7 @@ class Transformer(nn.Module):
         return None if self.config.rope is None else rotary_table(self.config.rope, self.frequencies, layout)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Through the head's one matrix, or through the layer that stands in its place: an adapted head has no one matrix."""
+        """Logits through the head's one matrix, or through the layer that stands in its place: an adapted head has no one matrix."""
         plain = self.head is None or isinstance(self.head, nn.Linear)
         logits = F.linear(states, self.head_weight().to(states.dtype)) if plain else self.head(states)  # type: ignore[misc]
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
@@ -410,7 +410,7 @@ class Transformer(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of every parameter that has one."""
+        """Gradient of every parameter that has one."""
         return {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -421,7 +421,7 @@ def run_blocks(layers: Sequence[tuple[nn.Module, RotaryTable | None, AttentionMa
                values: tuple[list[Tensor], ...], recompute: bool) -> Tensor:
     for block, rotary, mask, cache in layers:
         arguments = (x_BTD, rotary, mask, cache, *values)
-        # In a block nothing is drawn by lot, and asking for the generator's state would end a graph's capture.
+        # In a block nothing is random, and asking for the generator's state would end a graph's capture.
         x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False) if recompute else block(*arguments)
     return x_BTD
 

@@ -72,7 +72,7 @@ class World:
                 self._store.delete_key(f"call {self._called - KEPT_CALLS - 1}")
 
     def calls(self) -> Iterator[dict[str, Any]]:
-        """What process 0 asks for, until it ends."""
+        """Calls of process 0, until it ends."""
         for number in itertools.count():
             call = json.loads(self._next(f"call {number}"))
             if call.get("end"):
@@ -84,7 +84,7 @@ class World:
         self._store.set(f"reply {self.rank}", json.dumps(value))
 
     def replies(self) -> list[Any]:
-        """Of all others, in order of rank."""
+        """Replies of all other processes, in order of rank."""
         with self.lost_in_words():
             found = [json.loads(self._store.get(f"reply {rank}")) for rank in range(1, self.size)]
         for rank in range(1, self.size):
@@ -92,11 +92,11 @@ class World:
         return found
 
     def post(self, key: str, value: Any) -> None:
-        """Beside the calls: for threads, and for any process."""
+        """Post a value under a key, beside the calls: for threads, and for any process."""
         self._store.set(f"post {key}", json.dumps(value))
 
     def fetch(self, key: str, seconds: float) -> Any:
-        """What was posted, once it is; None where nothing came in time. Never holds the connection that others speak through."""
+        """Value that was posted, once it is; None where nothing came in time. Never holds the connection that others speak through."""
         until = time.monotonic() + seconds
         while not self._store.check([f"post {key}"]):
             if time.monotonic() > until:
@@ -118,7 +118,7 @@ class World:
                 raise AssayError(f"process {self.rank}: process 0 is gone before it made {what} ({str(error).splitlines()[0]})") from None
 
     def _next(self, key: str) -> bytes:
-        """Asked for again and again, ever more slowly: a wait would hold the connection, which other threads speak through."""
+        """Next call under a key, polled ever more slowly: a wait would hold the connection, which other threads speak through."""
         beats, heard, asked, pause = -1, time.monotonic(), 0.0, GLANCE
         try:
             while not self._store.check([key]):
@@ -149,7 +149,7 @@ class World:
         self._carry(tensor, lambda carried: dist.recv(carried, source), back=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all processes, the same bits in each: a new tensor."""
+        """Sum over all processes, the same bits in each: a new tensor."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class World:
         return padded
 
     def _padded(self, part: Tensor, rows: int) -> Tensor:
-        """To as many rows as the fullest process has, where it can travel."""
+        """Part padded to as many rows as the fullest process has, where it can travel."""
         padded = part.new_zeros((-(-rows // self.size), *part.shape[1:]), device="cpu" if self._through_host else part.device)
         padded[: len(part)] = part.detach()
         return padded
@@ -210,7 +210,7 @@ class World:
 
     @contextlib.contextmanager
     def lost_in_words(self) -> Iterator[None]:
-        """Where another process is gone or silent, a sentence instead of what torch says of it."""
+        """Raise a plain sentence where another process is gone or silent, instead of what torch says of it."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -228,7 +228,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def join_world(device: str | None, patience: float = PATIENCE) -> World:
-    """As torchrun, or `--gpus`, set the environment; one process where nothing is set."""
+    """Join the world as torchrun, or `--gpus`, set the environment; one process where nothing is set."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World(0, 1, device or default_device(), patience=patience)
@@ -253,5 +253,5 @@ def local_device(device: str) -> str:
 
 
 def shared_gpu() -> bool:
-    """More processes than GPUs here: NCCL refuses that, gloo carries their sums through the host."""
+    """Whether there are more processes than GPUs here: NCCL refuses that, gloo carries their sums through the host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))) > torch.cuda.device_count()

@@ -1,1 +1,1 @@
-"""One page per method."""
+"""Recipes, one page per method."""

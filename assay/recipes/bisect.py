@@ -23,7 +23,7 @@ _KNOWN = "FILE.py:function, loss-above:X, loss-jump, score-below:X, health or di
 
 
 def first_bad_checkpoint(run: Path, bad: Probe, *, every: bool = False, say: Callable[[str], None] = print) -> Bisection[Path]:
-    """Only checkpoints with a hallmark are asked: of the others nobody knows whether they are what was trained."""
+    """Find the first bad checkpoint. Only those with a hallmark are asked: of the others nobody knows whether they are what was trained."""
     proven, passed_over = shelf(run)
     for sentence in passed_over:
         say(f"passed over: {sentence}")
@@ -99,13 +99,13 @@ def from_file(path: Path, name: str) -> Probe:
 
 
 def loss_above(run: Path, limit: float) -> Probe:
-    """By the held-out losses that the run wrote down at its evaluations."""
+    """Probe that calls a checkpoint bad by the held-out losses that the run wrote down at its evaluations."""
     losses = evaluated_losses(run)
     return lambda checkpoint: bool(_look(losses, checkpoint).mean() > limit)
 
 
 def score_below(run: Path, limit: float) -> Probe:
-    """By the held-out scores that a run with a reward wrote down: higher is better there."""
+    """Probe that calls a checkpoint bad by the held-out scores that a run with a reward wrote down: higher is better there."""
     if scored_by(run) is None:
         raise UsageError(f"{run}: its evaluations are of a loss, which is better lower; give --probe loss-above:X or loss-jump")
     scores = {step: -negated for step, negated in _evaluations(run).items()}
@@ -126,7 +126,7 @@ def loss_jump(run: Path) -> Probe:
 
 
 def is_malformed(checkpoint: Path) -> bool:
-    """What `assay probe` would say: more malformed texts are shown than are tolerated."""
+    """Whether `assay probe` would refute a checkpoint: more malformed texts are shown than are tolerated."""
     from assay.evaluation.loaded_model import LoadedModel
     from assay.generate.generation_request import Sampling
     from assay.health.generation_probe import ModelGenerator, probe
@@ -194,7 +194,7 @@ def _number(text: str) -> float:
 
 
 def _failure(error: BaseException) -> str:
-    """What was raised, and on which line: the last that is not of the import system."""
+    """Message of an error, and its line: the last that is not of the import system."""
     lines = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} (line {lines[-1].lineno} of {lines[-1].filename})"
 

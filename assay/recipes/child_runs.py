@@ -1,4 +1,4 @@
-"""Child runs: what a run in a process of its own says is written down and passed on; signals are handled, then as before.
+"""Child runs: the output of a run in a process of its own is logged and passed on, and signals are handled meanwhile.
 
 It loads no torch: a pipeline only starts processes.
 """
@@ -25,7 +25,7 @@ def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 def pass_on_output(stream: Iterable[str], log: Path, say: Callable[[str], None]) -> list[str]:
-    """What a process says until its end, written down and passed on; its last lines come back."""
+    """Log and pass on what a process prints until its end; its last lines come back."""
     tail: deque[str] = deque(maxlen=50)
     with durable.as_store_error(log):
         file = log.open("a")

@@ -11,7 +11,8 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 
 
 def asked_compute(config: Any) -> torch.dtype | None:
-    """None: as the device has it. Recipes without --dtype compute as the device does. Masters in bf16 have nothing for fp32 to see."""
+    """Compute dtype that was asked for; None: as the device has it. Recipes without --dtype compute as the device does. Masters in bf16
+    have nothing for fp32 to see."""
     return COMPUTE_DTYPES.get(getattr(config, "dtype", None) or ("bf16" if asked_masters(config) == torch.bfloat16 else ""))
 
 
@@ -20,7 +21,7 @@ def asked_masters(config: Any) -> torch.dtype:
 
 
 def compute_bytes(config: Any, device: str) -> int:
-    """Of a number in the forward pass."""
+    """Bytes of a number in the forward pass."""
     return (asked_compute(config) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)).itemsize
 
 
@@ -37,7 +38,7 @@ def refuse_bf16_masters(config: Any, *, adapter: bool) -> None:
 
 
 def refuse_fp16(config: Any, model: ModelConfig) -> None:
-    """Where it cannot work, before anything is computed."""
+    """Refuse fp16 where it cannot work, before anything is computed."""
     if asked_compute(config) != torch.float16:
         return
     if model.family.startswith("gemma"):

@@ -60,7 +60,7 @@ class Conversations:
         return found.hexdigest()
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What a checkpoint records of the data read up to `step`; the order is a function of the seed, so it is the same at every step."""
+        """Record of the data in a checkpoint, read up to `step`; the order is a function of the seed, so it is the same at every step."""
         return {"conversations": self.digest, "scored_as": self.scored_as, "tokenizer": self.tokenizer, "seed": self.order.seed,
                 "examples": len(self.train), "held_out": len(self.held_out)}
 
@@ -81,7 +81,7 @@ class Conversations:
         return check_mixture(self.order, self.order.steps) if isinstance(self.order, MixedExamples) else check_packing(self.order)
 
     def batches(self, run: Run, start: int) -> Iterator[Batch]:
-        """Those of step `start` and all later ones, each compared with the audited examples before it is learned from: a batch may name
+        """Batches of step `start` and all later ones, each compared with the audited examples before it is learned from: a batch may name
         what was planned and hold something else, a held-out conversation or a mask without its end, and from any step on."""
         examples, step = {example.id: example for example in self.train}, start
         while True:
@@ -133,7 +133,7 @@ class Conversations:
         return times
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
-        """All that is held out, or `count` of it, in batches of `rows`."""
+        """Held-out batches of `rows` rows: all that is held out, or `count` of it."""
         chosen = self.held_out if count is None else evenly(self.held_out, count)
         return held_out_batches(chosen, self.order.length, rows)
 
@@ -161,7 +161,7 @@ def evaluated_every(save_steps: int | None) -> int:
 
 
 def load_conversations(config: Tuning, start: StartingModel) -> Conversations:
-    """Who is held out is decided on the conversations, before anything is rendered."""
+    """Load, split, render and pack the conversations. Which are held out is decided on the conversations, before anything is rendered."""
     sources = weighted_sources(config.data, "--data")
     read = [read_conversations(source.name, gsm8k=config.gsm8k, limit=config.limit).rows for source in sources]
     said = [row for rows in read for row in rows]
@@ -222,7 +222,7 @@ def mixed(config: Tuned, examples: Sequence[Any], sources: Sequence[WeightedSour
 
 
 def mixture_in_words(order: PackedExamples, steps: int | None) -> list[str]:
-    """What each source of a mixture will give, in words; nothing where there is one source."""
+    """Lines that say what each source of a mixture will give; none where there is one source."""
     return [f"mixture: {check_mixture(order, steps or order.steps).reason}"] if isinstance(order, MixedExamples) else []
 
 
@@ -239,7 +239,7 @@ def held_out_batches(examples: Sequence[TrainingExample], length: int, rows: int
 
 
 def joined_rows(order: PackedExamples, rows: int) -> list[Batch]:
-    """All rows of an order of one row a step, in batches of `rows`."""
+    """Batches of `rows` rows, from all rows of an order of one row a step."""
     return [_joined([order.batch(step) for step in range(at, min(at + rows, order.steps))]) for at in range(0, order.steps, rows)]
 
 
@@ -255,7 +255,7 @@ def evenly(examples: Sequence[Spread], count: int) -> list[Spread]:
 
 
 def _unbalanced_in_words(model: ModelConfig) -> list[str]:
-    """Of a mixture whose config asks for a loss that this recipe does not add."""
+    """Message about a mixture of experts whose config asks for a balancing loss that this recipe does not add."""
     if model.experts is None or not model.experts.balance:
         return []
     return [f"a mixture of {model.experts.count} experts: the loss that would keep them equally busy (router_aux_loss_coef "
@@ -263,7 +263,7 @@ def _unbalanced_in_words(model: ModelConfig) -> list[str]:
 
 
 def describe_tuning(config: Tuning, start: StartingModel, data: Conversations, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, steps = data.rendered.counts, data.order, data.steps
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"

@@ -1,6 +1,6 @@
 """Distillation: a student learns its teacher's distribution, online or from stored logits, or text that the teacher writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -92,7 +92,7 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
             evaluator.evaluate(trainer.model, trainer.done, trainer.new_losses(), columns=columns)
 
         def save(*, evaluated: bool) -> None:
-            """What is saved is what was evaluated. What moved and what did not is accounted for first."""
+            """Account for the updates, evaluate, and save what was evaluated."""
             trainer.account()
             if evaluated:
                 evaluate()
@@ -112,19 +112,10 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
             if trainer.done == 0:
                 if not evaluator.history.steps:
                     evaluate()
-                if own_words is None or not own_words.due(0):
-                    trainer.watch.parent_loss = parent_loss(start, reopen_parent(start), objective, lessons.batch(0), trainer)
-                if config.from_ is not None:
-                    run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), lessons.data, evaluator, trainer)])
-                if teacher is not None:
-                    tell_worth(run, teacher, teacher.agreement(trainer.model, data.held_out_batches(micro)))
+                compare_before_start(config, trainer, evaluator, lessons, start, own_words)
 
             trainer.start_loop(lessons.facts(trainer.done), data.rows)
-            planned = data.batches(run, trainer.done)
-            if own_words is not None:
-                planned = own_words.batches(planned, trainer.done)
-            answered = planned if teacher is None else map(teacher.answered, planned)
-            with closing(trainer.steps(answered)) as steps:
+            with closing(trainer.steps(taught_batches(run, trainer.done, lessons, own_words))) as steps:
                 while not (trainer.over() or early.reason):
                     step = next(steps)
                     trainer.record(step, epoch=data.epoch_of(step.index), supervised_tokens=step.weight,
@@ -145,13 +136,45 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        handed = hand_over(run, evaluator, partial(lessons.score, rows=micro), beside_live(start))
-        told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer, handed.places[-1])
-        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
-        write_down(run, handed, **told)
-        verdicts = [*handed.verdicts, told_right := check_told(run, handed.recorded, len(data.held_out))]
-        void_if_refuted(run, handed.places, [told_right])
-        return RunOutcome(run.folder, verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate, **told})
+        return hand_over_student(trainer, evaluator, lessons, start, check_budget(trainer.schedule, trainer.done, early.reason))
+
+
+def compare_before_start(config: Distill, trainer: Trainer, evaluator: HeldOutEvaluator, lessons: "Lessons", start: StartingModel,
+                         own_words: OnPolicy | None) -> None:
+    """Compare the student with its parent before step 1: the loss of the first batch, a fork's held-out loss, and how far the student is
+    from its teacher. Where the first batch is the student's own (--on-policy), its loss has no counterpart in the parent.
+    """
+    run, teacher = trainer.run, lessons.teacher
+    if own_words is None or not own_words.due(0):
+        trainer.watch.parent_loss = parent_loss(start, reopen_parent(start), trainer.objective, lessons.batch(0), trainer)
+    if config.from_ is not None:
+        run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), lessons.data, evaluator, trainer)])
+    if teacher is not None:
+        tell_worth(run, teacher, teacher.agreement(trainer.model, lessons.data.held_out_batches(trainer.micro)))
+
+
+def taught_batches(run: Run, step: int, lessons: "Lessons", own_words: OnPolicy | None) -> Iterable[Batch]:
+    """Batches from `step` on: the data's, some with the student's own answers instead (--on-policy), all with the teacher's
+    log-probabilities.
+    """
+    planned = lessons.data.batches(run, step)
+    if own_words is not None:
+        planned = own_words.batches(planned, step)
+    return planned if lessons.teacher is None else map(lessons.teacher.answered, planned)
+
+
+def hand_over_student(trainer: Trainer, evaluator: HeldOutEvaluator, lessons: "Lessons", start: StartingModel,
+                      budget: Verdict) -> RunOutcome:
+    """Export the best student, prove it, measure how far it came towards its teacher, and check the score that the ledger tells."""
+    run, teacher, data = trainer.run, lessons.teacher, lessons.data
+    handed = hand_over(run, evaluator, partial(lessons.score, rows=trainer.micro), beside_live(start))
+    told = {} if teacher is None else compare_agreement(run, teacher, start, data, trainer, handed.places[-1])
+    handed.verdicts.append(budget)
+    write_down(run, handed, **told)
+    verdicts = [*handed.verdicts, told_right := check_told(run, handed.recorded, len(data.held_out))]
+    void_if_refuted(run, handed.places, [told_right])
+    return RunOutcome(run.folder, verdicts, model=handed.places[-1], results={"held_out": handed.recorded.estimate, **told})
+
 
 # ---------------------------------------------------------------- what is learned, and from whom
 
@@ -241,7 +264,7 @@ class Lessons:
                               unit="blended nats per token")
 
     def columns(self, model: Transformer, rows: int, count: int) -> dict[str, float]:
-        """Beside the loss: the KL to the teacher and how often both hold the same token likeliest."""
+        """Evaluation columns beside the loss: the KL to the teacher and how often both hold the same token likeliest."""
         if self.teacher is None:
             return {}
         found = self.teacher.agreement(model, self.data.held_out_batches(rows, count)).estimates()

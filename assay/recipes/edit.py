@@ -103,7 +103,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
     probing = ProofSampling(config.probe_samples, str(device))
     run, watch = Run(Path(config.out), config, say=say, probing=probing), Stopwatch()
     with run.sitting():
-        run.set_aside(where)  # of a sitting that was killed before it had measured what it wrote
+        run.set_aside(where)  # of a session that was killed before it had measured what it wrote
         run.rewind(0)
         run.judge(Event.PREFLIGHT, [*preflight_edit(model, source, facts), check_statistics()])
         before = evaluate_edits(model, tokenizer, facts, scored, source.stops.stop_ids)

@@ -122,7 +122,7 @@ class EnvironmentTasks:
                              TurnLimits(self.config.max_turns, sampler.engine.length))
 
     def count(self, trajectories: Sequence[Trajectory]) -> None:
-        """By kind; where too many of all episodes so far had errors, the run stops."""
+        """Count episodes and errors by kind; where too many of all episodes so far had errors, the run stops."""
         for trajectory in trajectories:
             kind = kind_of(trajectory)
             self.counts.played[kind] += 1
@@ -131,7 +131,7 @@ class EnvironmentTasks:
         self.stop_at_limit([scored_episode(trajectory) for trajectory in trajectories])
 
     def answer(self, sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> Answered:
-        """What the sampler's weights, as they were loaded, earn in held-out tasks. The draws have the same addresses each time."""
+        """Rewards of the sampler's weights, as they were loaded, in held-out tasks. The draws have the same addresses each time."""
         played = self.play(sampler, prompts, sampling, HELD_OUT_ADDRESS, samples)
         every = [trajectory for group in played.groups for trajectory in group]
         scored = [scored_episode(trajectory) for trajectory in every]
@@ -217,7 +217,7 @@ def kind_of(trajectory: Trajectory) -> str:
 
 
 def was_cut(trajectory: Trajectory) -> bool:
-    """It hit a cap: of its turns, of a turn's tokens, or of the episode's."""
+    """Whether an episode hit a cap: of its turns, of a turn's tokens, or of the episode's."""
     return trajectory.ended in ("turns", "length") or any(turn.ended == "length" for turn in trajectory.turns)
 
 

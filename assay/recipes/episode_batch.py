@@ -60,7 +60,7 @@ def sampled_mask(rows: Sequence[EpisodeRow], width: int) -> Tensor:
 
 
 def of_turns(values_BT: Tensor, rows: Sequence[EpisodeRow]) -> list[list[float]]:
-    """Of each turn of each row, the values at its tokens."""
+    """Values at the tokens of each turn of each row."""
     found = []
     for values, row in zip(values_BT.tolist(), rows, strict=True):
         begin = 0

@@ -82,15 +82,15 @@ class EpisodeRollout:
         return [trajectory for group in self.played.groups for trajectory in group]
 
     def witness_facts(self) -> list[dict[str, Any]]:
-        """What the witness is shown of a step: every group's rewards, and of each episode its sequences with what was sampled in them. Of
-        weighed ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
+        """Record of a step for the witness: every group's rewards, and of each episode its sequences with what was sampled in them. Of
+        importance-weighted ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
         kept = iter(self._kept_sequences())
         return [{"prompt": task.id, "ids": list(task.ids), "rewards": list(rewards), "completions": [
             {"ended": "length" if was_cut(episode) else "stop", "sequences": [next(kept) for _ in episode.sequences]} for episode in group]}
             for task, rewards, group in zip(self.tasks, self.rewards, self.played.groups, strict=True)]
 
     def _kept_sequences(self) -> Iterator[dict[str, Any]]:
-        """In the order of the rows."""
+        """Records of the sequences, in the order of the rows."""
         for row, each in enumerate(episode_rows(self.trajectories)):
             drawn_with = list(each.sequence.logprobs)
             found = {"ids": list(each.sequence.ids), "sampled": list(each.sequence.sampled), "logprobs": drawn_with}
@@ -101,7 +101,7 @@ class EpisodeRollout:
 
 
 class EpisodeCollector:
-    """Plays rollouts with the weights as they are now."""
+    """Collector that plays rollouts of episodes with the weights as they are now."""
 
     def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, environment: EnvironmentTasks, run: Run, asked: Surrogate,
                  layout: Layout):
@@ -114,7 +114,7 @@ class EpisodeCollector:
         self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
-        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
+        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this session saw it
         self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
         self.floors = OutgrownFloor()
 
@@ -136,7 +136,7 @@ class EpisodeCollector:
         self.fingerprints.setdefault(step, self.sampler.fingerprint)
 
     def draw(self, step: int) -> PlayedEpisodes:
-        """With the weights that were loaded; tasks and draws are those of the step."""
+        """Play the episodes of a step with the weights that were loaded; tasks and draws are those of the step."""
         return self.environment.play(self.sampler, self._tasks(step), self.sampling, address(step), self.config.num_generations)
 
     def _tasks(self, step: int) -> list[Prompt]:
@@ -164,7 +164,8 @@ class EpisodeCollector:
     # ---------------------------------------------------------------- what is said of it
 
     def check(self, rollout: EpisodeRollout, floor: LogprobFloor, reference: Reference | None = None) -> list[Verdict]:
-        """It came from the weights as they are, is trained on as it was sampled, and has the rewards that its environments gave."""
+        """Check that a rollout came from the weights as they are, is trained on as it was sampled, and has the rewards that its
+        environments gave."""
         config, every, sampled = self.config, rollout.trajectories, rollout.played.sampled
         fresh, versions = rollout.drawn_at == rollout.step, [version for version, _ in self.versions(rollout)]
         policy = fingerprint(self.sampler.model) if fresh else self.fingerprints[rollout.drawn_at]
@@ -193,7 +194,7 @@ class EpisodeCollector:
         return [task.id for task in rollout.tasks]
 
     def prompts_digest(self, rollout: EpisodeRollout) -> str:
-        """Written down with the step, so that all sittings together can be held against the plan."""
+        """Digest of a rollout's tasks, written down with the step, so that all sessions together can be compared with the plan."""
         return ids_digest(((*self.due_prompts(rollout),),))
 
     def _check_fresh(self, rollout: EpisodeRollout, floor: LogprobFloor) -> list[Verdict]:
@@ -202,7 +203,7 @@ class EpisodeCollector:
         return self._check_draws(rollout.played, some, of_turns(trainer, some), self.model, floor)
 
     def check_drawn(self, played: PlayedEpisodes, floor: LogprobFloor) -> list[Verdict]:
-        """Of what was played ahead, with the sampler's copy of the weights that played it, before it takes up others."""
+        """Check episodes that were played ahead, with the sampler's copy of the weights that played them, before it takes up others."""
         every, policy = [trajectory for group in played.groups for trajectory in group], self.sampler.engine.weights.model
         if not any(each.turns for each in every):
             return []  # no episode could begin: there is nothing to learn from, and that stops the run
@@ -213,7 +214,7 @@ class EpisodeCollector:
         return self._check_draws(played, some, of_turns(found, some), policy, floor)
 
     def _compared(self, trajectories: Sequence[Trajectory], batch: Batch) -> tuple[Batch, list[EpisodeRow]]:
-        """Some sequences, spread over the rollout, as rows of the batch and as they were sampled."""
+        """Sequences to compare, spread over the rollout, as rows of the batch and as they were sampled."""
         rows = episode_rows(trajectories)
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
@@ -222,7 +223,7 @@ class EpisodeCollector:
     def _check_draws(self, played: PlayedEpisodes, some: Sequence[EpisodeRow], trainer: Sequence[Sequence[float]], model: Transformer,
                      floor: LogprobFloor) -> list[Verdict]:
         """`model` gives the turns of some sequences the probabilities that they were sampled with; and whether tokens look drawn from
-        the stated distribution, over all rollouts of this sitting."""
+        the stated distribution, over all rollouts of this session."""
         self.looks += 1
         self.siblings.add(completions_by_task(played))
         identity = check_identity([turn.logprobs for row in some for turn in row.sequence.turns], trainer, self.floors.over(floor),
@@ -247,14 +248,14 @@ class EpisodeCollector:
         return torch.tensor([values[row.trajectory] for row in episode_rows(rollout.trajectories)], dtype=torch.float32)[:, None]
 
     def versions(self, rollout: EpisodeRollout) -> list[tuple[str, int]]:
-        """Of every turn: the version, and of how many tokens."""
+        """Weight version of every turn, with its number of tokens."""
         return [(turn.completion.version, len(turn.completion.ids)) for turn in rollout.played.sampled]
 
     def trainer_logprobs(self, batch: Batch) -> Tensor:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def measure(self, rollout: EpisodeRollout) -> dict[str, float]:
-        """Asked for while a GPU is learning from it, it costs no time."""
+        """Metrics of a rollout. Asked for while a GPU is learning from it, they cost no time."""
         every = rollout.trajectories
         found = rollout_metrics(as_completions(rollout), rollout.rewards, rollout.advantages) | self.sampler.metrics()
         found |= {"episodes/turns": float(np.mean([len(each.turns) for each in every])),
@@ -270,7 +271,7 @@ class EpisodeCollector:
         return found
 
     def keep_samples(self, rollout: EpisodeRollout) -> None:
-        """Some of the episodes, spread over the rollout, with all that says where they came from and what they were worth."""
+        """Write some of the episodes, spread over the rollout, with all that says where they came from and what they were worth."""
         values = rollout.advantages.values_PG.flatten().tolist()
         pairs = list(zip(rollout.trajectories, values, [task for task in rollout.tasks for _ in range(self.config.num_generations)],
                          strict=True))
@@ -302,13 +303,14 @@ class EpisodeCollector:
         return replace(batch, reference=batch.behaviour), drawn
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
-        """What is asked of episodes beyond what is asked of completions. `batch` is that of `draw_for_preflight`, on its device."""
+        """Preflight of episodes, beyond what is asked of completions. `batch` is that of `draw_for_preflight`, on its device."""
         inserted = check_inserted(self.model, objective, batch, episode_rows(self.rehearsed), self.config.temperature)
         return [*self.sampler.verdicts(), *inserted]
 
 
 def check_inserted(model: Transformer, objective: Objective, batch: Batch, rows: Sequence[EpisodeRow], temperature: float) -> list[Verdict]:
-    """What was inserted is not learned from, and other words there change nothing: by the gradients of the sequences of most turns."""
+    """Check that what was inserted is not learned from, and that other words there change nothing: by the gradients of the sequences of
+    most turns."""
     counts = batch.weight.any(1).tolist()
     order = sorted(range(len(rows)), key=lambda row: (not counts[row], -len(rows[row].sequence.turns)))[:PREFLIGHT_SEQUENCES]
     part = Batch(**{name: stream[order].cpu() for name, stream in batch.streams().items()})  # type: ignore[arg-type]
@@ -317,7 +319,7 @@ def check_inserted(model: Transformer, objective: Objective, batch: Batch, rows:
 
 
 def counted_trajectories(trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> list[bool]:
-    """Which are learned from: those whose reward is known and, where asked, that hit no cap."""
+    """Mask of the trajectories that are learned from: those whose reward is known and, where asked, that hit no cap."""
     found = [trajectory.reward is not None and bool(trajectory.turns) and not (mask_truncated and was_cut(trajectory))
              for trajectory in trajectories]
     if not any(found):
@@ -340,7 +342,7 @@ def completions_by_task(played: PlayedEpisodes) -> list[list[Completion]]:
 
 
 def turns_of(rows: Sequence[EpisodeRow]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """What stands before each turn of some rows, and the turn."""
+    """Prompts and turns of some rows: what stands before each turn, and the turn."""
     before, said = [], []
     for row in rows:
         ids, begin = row.sequence.ids, 0
@@ -353,6 +355,6 @@ def turns_of(rows: Sequence[EpisodeRow]) -> tuple[list[tuple[int, ...]], list[tu
 
 
 def conversation_text(trajectory: Trajectory) -> str:
-    """What was said after the task."""
+    """Text of a trajectory after the task."""
     first = next((place for place, message in enumerate(trajectory.messages) if message["role"] == "assistant"), 0)
     return "\n".join(f"[{message['role']}] {message['content']}" for message in trajectory.messages[first:])

@@ -89,7 +89,7 @@ class HeldOutEvaluator:
     def __init__(self, run: Run, score: Callable[[Transformer], HeldOut], *, repeats_from: int, device: str, scale: float | None = None):
         self.run, self.score, self.repeats_from, self.device, self.scale = run, score, repeats_from, device, scale
         self.history = EvalHistory(run)
-        self._since: list[float] = []  # training losses since the last evaluation, of an earlier sitting
+        self._since: list[float] = []  # training losses since the last evaluation, of an earlier session
 
     def recall(self) -> None:
         self.history.recall()
@@ -116,7 +116,7 @@ class HeldOutEvaluator:
         return found
 
     def _tell_more(self, step: int, found: HeldOut) -> None:
-        """What was measured beside the loss: a line of metrics; of what was trained also its words and its doubts."""
+        """Record what was measured beside the loss: a line of metrics; of the trained model also its message and its doubts."""
         if found.columns:
             self.run.record(step - 1, **found.columns)
         if step and found.words:
@@ -142,7 +142,7 @@ class HeldOutEvaluator:
         return choose_best(self.history.scores).reason if len(self.history.scores) > 1 else "there was one evaluation"
 
     def _say_gap(self, step: int) -> None:
-        """Of text that is new nothing can be learned by heart: a gap can open only once the corpus is read again."""
+        """Report the generalisation gap. New text cannot be memorised: a gap can open only once the corpus is read again."""
         history = self.history
         since = [i for i, seen in enumerate(history.steps) if seen > self.repeats_from]
         if len(since) < ENOUGH_FOR_A_TREND:
@@ -175,9 +175,9 @@ def stopping_rule(patience: int, worth: float, *, schedule: str, steps: int | No
 
 
 class EarlyStopping:
-    """Ends a run before its time only where its evaluations show that it improves no more, and their noise lets that be seen.
+    """Early stopping, only where a run's evaluations show that it improves no more, and their noise lets that be seen.
 
-    Those at multiples of `every` count, so that they lie evenly. The rule is held against their noise once, just before it may stop.
+    Those at multiples of `every` count, so that they lie evenly. The rule is compared with their noise once, just before it may stop.
     Without a `rule` a run is never stopped.
     """
 

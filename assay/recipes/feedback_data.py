@@ -70,7 +70,7 @@ class FeedbackData(PreferenceData):
                 check_held_out_prompts(self.train, self.held_out, "answer"), self.audit_order()]
 
     def held_out_batches(self, rows: int, count: int | None = None) -> list[Batch]:
-        """With the reference, and without a KL: an evaluation estimates its own, of the model that it scores."""
+        """Held-out batches with the reference, and without a KL: an evaluation estimates its own, of the model that it scores."""
         chosen = list(self.held_out) if count is None else evenly(self.held_out, count)
         return [super(FeedbackData, self).answered(batch) for batch in joined_rows(PackedFeedback(chosen, 0, 1, self.order.length), rows)]
 
@@ -91,7 +91,7 @@ class FeedbackData(PreferenceData):
         return [check_kto_moves([loss for _, loss in learning], due)]
 
     def labels(self, ids: tuple[Any, ...]) -> Tensor:
-        """Of the examples in some rows: 1 where desirable, -1 where not."""
+        """Labels of the examples in some rows: 1 where desirable, -1 where not."""
         read = {str(id) for row in ids for id in row}
         return torch.tensor([1.0 if pair.desirable else -1.0 for pair in self.train if pair.id in read])
 
@@ -117,7 +117,7 @@ def by_asked(said: Sequence[SaidFeedback]) -> list[SaidFeedback]:
 
 
 def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
-    """Who is held out is decided on prompts, before anything is rendered."""
+    """Load, split and pack KTO's labelled answers. Which are held out is decided on prompts, before anything is rendered."""
     settings = kto_settings(config)
     read = read_sources(config, read_feedback)
     said = read.said
@@ -131,7 +131,7 @@ def load_feedback(config: Kto, start: StartingModel) -> FeedbackData:
 
 
 def describe_feedback(config: Kto, start: StartingModel, data: FeedbackData, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, settings = data.rendered.counts, data.order, data.settings
     good = sum(pair.desirable for pair in data.train)

@@ -37,7 +37,7 @@ from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_diges
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
 from assay.recipes.remote_sampler import remote_sampler
 from assay.recipes.rewards import JudgeReward, Rewards
-from assay.recipes.rollout_batch import Drawn, layout_of
+from assay.recipes.rollout_batch import Drawn, Layout, layout_of
 from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.rollouts_ahead import RolloutsAhead
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
@@ -76,38 +76,33 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     with world, open_run(config, say, device, spent) as run, rewards:
         sampler_of = partial(Sampler, tokenizer=start.tokenizer, stops=start.parent.stops, slots=config.prompts * config.num_generations,
                              length=longest)
-        own = sampler_of(start.model, device=config.sampler_device, lags=config.max_staleness > 0)  # evaluations are its
+        own = sampler_of(start.model, device=config.sampler_device, lags=config.max_staleness > 0)  # evaluations sample with this one
         sampler = own if config.vllm_server_base_url is None else remote_sampler(config, start, prompts, run, longest)
         layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
-        save_every, eval_every = (whole_rollouts(every, config.num_iterations) for every in (
-            config.save_steps, config.eval_steps or config.save_steps))
+        save_every = whole_rollouts(config.save_steps, config.num_iterations)
+        eval_every = whole_rollouts(config.eval_steps or config.save_steps, config.num_iterations)
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
                           saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
                           steady=False, world=world)
-        collector: Collector = (
-            RolloutCollector(config, prompts, sampler, rewards, run, asked, layout) if isinstance(rewards, Rewards)
-            else EpisodeCollector(config, prompts, sampler, rewards, run, asked, layout))
+        collector = rollout_collector(config, prompts, sampler, rewards, run, asked, layout)
         ahead = RolloutsAhead(config, collector, prompts.order, run)
-        looks = evaluation_plan(config, prompts, schedule, eval_every)
-        run.say(words_of_plan(looks))
-        evaluator = PromptEvaluator(run, spread(prompts.held_out, looks.prompts), rewards, held_out_sampling(config, looks), looks.samples,
-                                    LookRecords(run, start, config.sampler_device or device, rewards))
+        evaluator = held_out_evaluator(config, run, start, prompts, rewards, device, evaluation_plan(config, prompts, schedule, eval_every))
         history, fork = RolloutHistory(run, start.model.config.vocab), fingerprint(start.model)
-        reference: Reference | None = None
         collector.fingerprints[0] = fork
+        reference: Reference | None = None
 
         def facts() -> dict[str, Any]:
             followed = None if reference is None else reference.facts()
             return {**prompts.facts(trainer.done), "reference": followed, **rewards.facts(), **collector.facts()}
 
         def save(*, evaluate: bool) -> LogprobFloor:
-            """What is saved is what was evaluated; what moved is accounted for first. The floor is measured anew."""
+            """Account for the updates, evaluate, and save what was evaluated; then measure the log-probability floor again."""
             if reference is not None:
                 run.settle()
                 reference.keep_needed()
                 run.judge(Event.REFERENCE, [check_pinned(reference, trainer.done - config.num_iterations)])
             trainer.account()
-            ahead.settle()  # what is under way is finished, and saved with the weights
+            ahead.settle()  # a rollout that is under way is finished, and saved with the weights
             if evaluate:
                 evaluator.evaluate(own, trainer.done)
             # As long as no rewards differed, the weights are still the fork's, and a proof must not expect otherwise.
@@ -119,29 +114,22 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             return floor
 
         with ahead, run.interruptible():
-            recorded: dict[str, Any] = {}
-            if (saved := run.newest()) is not None:
-                state = saved.trainer() or {}
-                recorded = state["data"]
-                trainer.resume(saved, prompts.check_same(recorded), *rewards.check_same(recorded),
-                               *ahead.recall(recorded, state["step"]))
-                collector.waiting = list(recorded.get("waiting", ()))
+            recorded = resume_newest(run, trainer, prompts, rewards, collector, ahead)
             evaluator.recall()
             batch, drawn = collector.draw_for_preflight(trainer.done)
             floor = rollout_floor(start.model, drawn, config.temperature)
             run.preflight(preflight_grpo(config, trainer, collector, start, batch, drawn, floor)
                           + prompts.audit() + rewards.audit(prompts, start.tokenizer))
-            if trainer.sharded is not None:  # from here on nobody holds the policy: it is gathered whenever it is sampled from
+            if trainer.sharded is not None:  # from here on no process holds the whole policy: it is gathered whenever it is sampled from
                 own = sampler = collector.sampler = sampler_of(trainer.sampled_weights().model, gather=trainer.sharded.refresh,
-                                                         device=config.sampler_device or (None if device == "cpu" else device))
+                                                               device=config.sampler_device or (None if device == "cpu" else device))
             trainer.save(facts() | ahead.facts())  # where nothing is saved yet: a save is made and proven before step 1
             if not evaluator.history.steps:
                 evaluator.evaluate(own, trainer.done)
             collector.forget_after(trainer.done)
             history.recall()
             if rewards.judge is not None and trainer.done:
-                run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
-                run.log(Event.NOT_BIT_EXACT, changed={"judge": rewards.judge.identity})
+                say_not_bit_exact(run, rewards.judge)
             if config.beta:
                 reference = Reference(trainer.sampled_weights(), run, layout, device=device, window=config.kl_window,
                                       every=save_every if config.kl_window else NEVER)
@@ -157,7 +145,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                                                 *ahead.check(rollout, collector.floors.over(floor))])
                 collector.keep_samples(rollout)
                 trainer.records.rollout = rollout.witness_facts()
-                ahead.begin(trainer.done + config.num_iterations, trainer.schedule.stop_at, floor)  # with --max-staleness 1
+                ahead.begin(trainer.done + config.num_iterations, trainer.schedule.stop_at, floor)  # --max-staleness 1: the next one
                 for step in trainer.steps(annealed(rollout.batch, asked, config, trainer.done)):
                     first = step.index == rollout.step
                     measured = collector.measure(rollout) | ahead.measure(rollout) if first else None
@@ -186,6 +174,43 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
             return RunOutcome(run.folder, interrupted=run.interrupted)
         budget = check_budget(trainer.schedule, trainer.done, None)
         return hand_over_best(run, evaluator, prompts, start, sampler_of, device, budget)
+
+
+# ---------------------------------------------------------------- parts of the run
+
+
+def rollout_collector(config: Grpo, prompts: PromptData, sampler: Sampler, rewards: Rewards | EnvironmentTasks, run: Run,
+                      asked: Surrogate, layout: Layout) -> Collector:
+    """Collector of rollouts: of completions that rewards score, or of episodes in an environment."""
+    if isinstance(rewards, Rewards):
+        return RolloutCollector(config, prompts, sampler, rewards, run, asked, layout)
+    return EpisodeCollector(config, prompts, sampler, rewards, run, asked, layout)
+
+
+def held_out_evaluator(config: Grpo, run: Run, start: StartingModel, prompts: PromptData, rewards: Rewards | EnvironmentTasks,
+                       device: str, plan: EvaluationPlan) -> PromptEvaluator:
+    """Evaluator of held-out prompts, whose plan is printed; the witness keeps records of its evaluations."""
+    run.say(words_of_plan(plan))
+    return PromptEvaluator(run, spread(prompts.held_out, plan.prompts), rewards, held_out_sampling(config, plan), plan.samples,
+                           LookRecords(run, start, config.sampler_device or device, rewards))
+
+
+def resume_newest(run: Run, trainer: Trainer, prompts: PromptData, rewards: Rewards | EnvironmentTasks, collector: Collector,
+                  ahead: RolloutsAhead) -> dict[str, Any]:
+    """Resume from the newest checkpoint, if there is one, and return what it records of data, rewards and reference."""
+    if (saved := run.newest()) is None:
+        return {}
+    state = saved.trainer() or {}
+    recorded: dict[str, Any] = state["data"]
+    trainer.resume(saved, prompts.check_same(recorded), *rewards.check_same(recorded), *ahead.recall(recorded, state["step"]))
+    collector.waiting = list(recorded.get("waiting", ()))
+    return recorded
+
+
+def say_not_bit_exact(run: Run, judge: JudgeReward) -> None:
+    """Report that a resumed run with a judge does not repeat the uninterrupted one bit for bit."""
+    run.say("a judge may answer otherwise the second time: the run goes on, but is not bit for bit the uninterrupted one")
+    run.log(Event.NOT_BIT_EXACT, changed={"judge": judge.identity})
 
 
 def check_first_update(asked: Surrogate, rollout: Any, measured: Mapping[str, float], found: Mapping[str, float], floor: LogprobFloor,
@@ -329,20 +354,20 @@ def evaluation_plan(config: Grpo, prompts: PromptData, schedule: Schedule, every
     """How many prompts and completions an evaluation samples: by what the run itself samples, where its length is known."""
     steps = schedule.stop_at
     rollouts = None if steps is None else steps // config.num_iterations
-    looks = 2 if steps is None else 1 + -(-steps // every)  # the parent, every so many steps, the last
+    evaluations = 2 if steps is None else 1 + -(-steps // every)  # the parent, every so many steps, the last
     return plan_evaluations(held_out=len(prompts.held_out), asked_prompts=config.eval_prompts, asked_samples=config.num_generations_eval,
                             completions=None if rollouts is None else rollouts * config.prompts * config.num_generations,
-                            evaluations=looks)
+                            evaluations=evaluations)
 
 
-def words_of_plan(looks: EvaluationPlan) -> str:
-    how = "one greedy answer" if looks.greedy else f"{looks.samples} answers"
-    share = "" if looks.share is None else f", all evaluations together {looks.share:.1%} of what the run samples"
-    return f"an evaluation takes {how} to each of {looks.prompts} held-out prompts{share}"
+def words_of_plan(plan: EvaluationPlan) -> str:
+    how = "one greedy answer" if plan.greedy else f"{plan.samples} answers"
+    share = "" if plan.share is None else f", all evaluations together {plan.share:.1%} of what the run samples"
+    return f"an evaluation takes {how} to each of {plan.prompts} held-out prompts{share}"
 
 
-def held_out_sampling(config: Grpo, looks: EvaluationPlan) -> Sampling:
-    return Sampling(max_new=config.max_completion_length, temperature=0.0 if looks.greedy else config.temperature, seed=config.seed)
+def held_out_sampling(config: Grpo, plan: EvaluationPlan) -> Sampling:
+    return Sampling(max_new=config.max_completion_length, temperature=0.0 if plan.greedy else config.temperature, seed=config.seed)
 
 
 def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:

@@ -23,7 +23,8 @@ LAST_BITS = 4 * torch.finfo(torch.float32).eps  # of a log-probability: that muc
 
 
 def rollout_floor(model: Transformer, drawn: Drawn, temperature: float) -> LogprobFloor:
-    """Of the prompt that was answered at length. It grows with the logits, and with how rare what was said is."""
+    """Log-probability floor, measured on the prompt that was answered at length. It grows with the logits, and with how rare what was said
+    is."""
     prompt, said = max(_longest_of_each_prompt(drawn), key=lambda answered: len(answered[1][-1]))
     with uncompiled():  # token by token, every length would be compiled anew
         found = measure_logprob_floor(model, [(*prompt, *ids) for ids in said], temperature, len(prompt))

@@ -81,7 +81,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
 
 
 def check_forgetting(run: Run, place: Path, device: str | None) -> list[Verdict]:
-    """With --suite: compare the exported model, read from disk, with the starting model on the suite's tasks and probes."""
+    """Measure forgetting (--suite): compare the exported model, read from disk, with the starting model on the suite's tasks and probes."""
     config = run.config
     if not isinstance(config, Trained) or config.suite is None:
         return []
@@ -150,7 +150,7 @@ def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> No
 
 
 def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
-    """With --remote: whether the exported model, hallmark or quarantine included, is at the URL."""
+    """Send the exported model (--remote) and check that it is at the URL, hallmark or quarantine included."""
     if run.remote is None:
         return []
     verdict = run.remote.send_model(places)
@@ -202,7 +202,7 @@ def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tupl
 
 
 def handed_over_before(best: Path, where: Path) -> bool:
-    """An earlier sitting wrote these very weights, and they were proven; a longer run may since have found better ones."""
+    """An earlier session wrote these very weights, and they were proven; a longer run may since have found better ones."""
     if not where.exists():
         return False
     try:

@@ -55,7 +55,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """What of a run decides on its memory. `rows` of `length` tokens go through the model at a time."""
+    """Settings of a run that decide on its memory. `rows` of `length` tokens go through the model at a time."""
 
     rows: int
     length: int
@@ -95,21 +95,21 @@ class MemoryPlan:
 
     @property
     def least(self) -> int:
-        """What it cannot do without: a sampler takes fewer slots, and a save copies to the host, where there is less room."""
+        """Least memory that the run can do with: a sampler takes fewer slots, and a save copies to the host, where there is less room."""
         return self.on_device_at_least - self.parts["cache"]
 
     @property
     def on_device_at_least(self) -> int:
-        """With saves that copy to the host. Where the preflight takes more than a step and a save, they save nothing."""
+        """Device memory with saves that copy to the host. Where the preflight takes more than a step and a save, they save nothing."""
         return self.total - (0 if self.parts["preflight"] else self.parts["saving"])
 
     @property
     def steps(self) -> int:
-        """What steps take, without a preflight before them and saves beside them."""
+        """Memory of the steps, without a preflight before them and saves beside them."""
         return self.total - self.parts["preflight"] - self.parts["saving"]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines of the plan for people."""
         w, m = self.work, self.model
         how = f"LoRA of rank {w.lora_r or m.rank}" if w.lora_r or m.rank else "the whole model"
         again = ", activations made again" if w.checkpointing else ""
@@ -155,16 +155,16 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
 
 
 def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
-    """What differs with --fsdp: each process holds its part of what stays. Before step 1 process 0 holds
-    the model and its gradients whole, but no moments: what that takes more counts as the preflight's."""
+    """Memory parts with --fsdp: each process holds its part of what stays. Before step 1 process 0 holds the model and its gradients whole,
+    but no moments: what that takes more counts as the preflight's."""
     parts = {name: -(-whole[name] // processes) for name in ("weights", "masters", "gradients", "moments", "average")}
     before = sum(whole[name] for name in ("weights", "masters", "gradients", "average")) + whole["preflight"]
     return parts | {"preflight": max(0, before - sum(parts.values()))}
 
 
 def streamed_bytes(config: ModelConfig, trained: int, processes: int, *, adapter: bool) -> int:
-    """Of a model that is opened in parts, in process 0 before step 1: three sets of gradients in parts; embedding and head whole, with
-    the gradients that are compared; a layer and its gradients as it is fetched. What is frozen has no gradients."""
+    """Memory of process 0 before step 1, for a model that is opened in parts: three sets of gradients in parts; embedding and head whole,
+    with the gradients that are compared; a layer and its gradients as it is fetched. What is frozen has no gradients."""
     shapes = parameter_shapes(config)
     root = sum(math.prod(shape) for name, shape in shapes.items() if not name.startswith("blocks."))
     layer = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("blocks.0."))
@@ -172,7 +172,8 @@ def streamed_bytes(config: ModelConfig, trained: int, processes: int, *, adapter
 
 
 def base_bytes(model: PlannedModel, base_dtype: str | None, *, wide: bool) -> int:
-    """Of a frozen base: as in its file, or its matrices in few bits and the rest as in its file. fp32 compute widens what is no code."""
+    """Bytes of a frozen base: as in its file, or its matrices in few bits and the rest as in its file. fp32 compute widens what is no
+    code."""
     each = MASTER if wide else 2 if base_dtype == "bf16" else model.stored / max(1, model.parameters)
     coded = sum(math.prod(shape) for name, shape in parameter_shapes(model.config).items() if is_quantisable(name, shape))
     coded = coded if base_dtype in STORED_BITS else 0
@@ -217,8 +218,8 @@ def logit_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
 
 
 def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, whole: bool) -> int:
-    """In fp32 a row or a few at a time, activations made again; two more sets of gradients are held. The head, widened, and a row's logits
-    come when no layer is being made again, and a layer, its frozen MLP widened, when they are gone."""
+    """Memory of the preflight, in fp32 a row or a few at a time, activations recomputed; two more sets of gradients are held. The head,
+    widened, and a row's logits come when no layer is being recomputed, and a layer, its frozen MLP widened, when they are gone."""
     row = min(work.length, 2048)
     large = sum(map(math.prod, parameter_shapes(config).values())) >= LARGE
     shown, together = (min(row, 256), row) if large else (row, max(row, min(work.tokens, TOKENS_TOGETHER_FP32)))
@@ -231,7 +232,7 @@ def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, who
 
 
 def planned_model(name: str | Path) -> PlannedModel:
-    """From config.json and the headers of the weight files; where there are no weights yet, from config.json alone."""
+    """Model to plan for, from config.json and the headers of the weight files; where there are no weights yet, from config.json alone."""
     path = model_cache.cached_model(str(name)) or Path(name)
     if path.is_dir() and (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
         fields = read_json(path / "config.json")
@@ -307,7 +308,7 @@ def sampled_whole(config: Trained) -> str | None:
 
 
 def parting_processes(config: Tuned | Grpo | Pretrain) -> int:
-    """With --fsdp: those that there are, or that --gpus would start."""
+    """Number of processes that --fsdp splits the model over: those that there are, or that --gpus would start."""
     return int(os.environ.get("WORLD_SIZE", config.gpus)) if config.fsdp else 1
 
 # ---------------------------------------------------------------- does it fit?
@@ -386,7 +387,7 @@ def compared_with_use(found: MemoryPlan, used: int) -> str:
 
 
 def record_use(run: Run, found: MemoryPlan | None, device: str) -> None:
-    """What was used on the GPU so far beside what was planned, said and written down."""
+    """Report and record the GPU memory used so far beside what was planned."""
     if found is None or not device.startswith("cuda"):
         return
     used = torch.cuda.max_memory_allocated(device)

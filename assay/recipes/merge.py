@@ -39,7 +39,7 @@ ROWS = 8  # conversations at a time, where an effect is measured
 
 
 def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOutcome:
-    """Nothing is written where the parents are not of one model."""
+    """Merge models. Nothing is written where the parents are not of one model."""
     asked, paths = asked_merge(config)
     require_new_folder(Path(config.out))
     parents = [open_artifact(path) for path in paths]

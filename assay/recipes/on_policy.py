@@ -53,7 +53,8 @@ class OnPolicy:
         self.learned: dict[int, int] = {}
 
     def sample_gathered(self, trainer: Trainer) -> None:
-        """From here on nobody holds the student whole: it is gathered in process 0 whenever it is sampled from."""
+        """Sample from a gathered copy from here on, since nobody holds the sharded student whole: it is gathered in process 0 whenever it
+        is sampled from."""
         assert trainer.sharded is not None
         self.sharded = trainer.sharded
         self.sampler = self._sampler_of(trainer.sampled_weights().model, gather=self.sharded.refresh,
@@ -74,7 +75,7 @@ class OnPolicy:
         return made
 
     def packed(self, batch: Batch, drawn: Drawn) -> Batch:
-        """In the shape of the batch whose prompts were answered, under its ids."""
+        """Sampled answers as a batch, in the shape of the batch whose prompts were answered, under its ids."""
         made = [spoken(self.examples[prompt.id], completion) for prompt, completion in drawn]
         rows = rows_that_fit(made, len(batch), self.length)
         packed = packed_rows([[made[place] for place in row] for row in rows], self.length, 0)
@@ -104,7 +105,7 @@ class OnPolicy:
 
 
 def measured_words(own_words: OnPolicy | None, step: int) -> dict[str, Any]:
-    """What a step's line of metrics says of it; nothing where no step is on-policy."""
+    """Metrics of a step's own answers; nothing where no step is on-policy."""
     if own_words is None:
         return {}
     count = own_words.learned.pop(step, None)
@@ -118,7 +119,8 @@ def spoken(example: TrainingExample, said: Completion) -> TrainingExample:
 
 
 def rows_that_fit(made: Sequence[TrainingExample], rows: int, length: int) -> list[list[int]]:
-    """As many of the first examples as fit into so many rows: who is left out depends on the order of the data, not on what was said."""
+    """Packing of as many of the first examples as fit into `rows` rows: which are left out depends on the order of the data, not on what
+    was said."""
     lengths = np.array([len(example) for example in made], np.int64)
 
     def packed(count: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Pipeline: stages run in their order, each a process of its own, with gates between them; what is unchanged is not run again.
 
 `OUT/NAME` is what the stage NAME wrote and `OUT/logs/NAME.log` what it said. `OUT/pipeline.json` records how each stands, with the digests
-of what it read and made, and `OUT/pipeline.jsonl` is the ledger. The same command goes on where it stopped; what another command
-made in a stage's place is moved to `OUT/earlier`, and nothing is deleted.
+of what it read and made, and `OUT/pipeline.jsonl` is the ledger. The same command resumes where it stopped; what another command made in a
+stage's place is moved to `OUT/earlier`, and nothing is deleted.
 """
 
 import contextlib
@@ -58,12 +58,12 @@ class StageRecord:
     state: StageState = "not begun"
     sentence: str = ""
     exit_code: int | None = None
-    seconds: float = 0.0  # over all sittings
+    seconds: float = 0.0  # over all sessions
     sittings: int = 0
     key: str | None = None
     made: str | None = None
     gates: list[dict[str, Any]] = field(default_factory=list)
-    ran_before: bool = False  # unchanged since an earlier sitting
+    ran_before: bool = False  # unchanged since an earlier session
 
 
 class PipelineRecord:
@@ -104,7 +104,7 @@ class PipelineRecord:
 
 
 def _recalled(stage: Stage, out: Path, earlier: dict[str, Any] | None) -> StageRecord:
-    """What is on record of a stage's key and times; whether it still stands is asked when its turn comes."""
+    """Recorded key and times of a stage; whether it still stands is asked when its turn comes."""
     fresh = StageRecord(stage.name, stage.verb, ["assay", stage.verb, *stage.words], stage.out, stage.model,
                         str(out / "logs" / f"{stage.name}.log"))
     if earlier is None:
@@ -127,7 +127,8 @@ def run_pipeline(plan: PipelinePlan, say: Callable[[str], None], show: Callable[
 
 
 def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None], jobs: int) -> int:
-    """In the file's order, each once the gates of all that it needs hold, at most `jobs` at a time. Where one is stopped, none begins."""
+    """Run the stages in the file's order, each once the gates of all that it needs hold, at most `jobs` at a time. Where one is stopped,
+    none begins."""
 
     def work(stage: Stage) -> int:
         return run_stage(stage, record, processes, say) or pass_gates(stage, record, processes, say)
@@ -180,7 +181,7 @@ def _left(stage: Stage, record: PipelineRecord) -> float | None:
 
 
 def make_room(stage: Stage, record: PipelineRecord, say: Callable[[str], None], *, same: bool) -> None:
-    """What lies in the stage's place stays only where the same command goes on with it."""
+    """Clear the stage's place: what lies there stays only where the same command resumes it."""
     for place in (Path(stage.out), record.plan.out / f"{stage.name}.json"):
         if stage.verb == "fetch" or not os.path.lexists(place) or (same and stage.kind.goes_on):
             continue
@@ -208,7 +209,7 @@ def _located(text: str, stage: Stage) -> Path:
 
 
 def digest_of_made(stage: Stage) -> str | None:
-    """Of what a stage wrote; None where nothing is there. What a run keeps for going on is not counted."""
+    """Digest of what a stage wrote; None where nothing is there. What a run keeps for resuming is not counted."""
     place = (cached_model(stage.out) or Path(stage.out)) if stage.verb == "fetch" else Path(stage.out)
     return digest_of_path(place) if place.exists() else None
 
@@ -237,7 +238,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def pass_gates(stage: Stage, record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
-    """0 where all hold. They are asked anew in every sitting: a model may have been damaged since."""
+    """0 where all hold. They are asked anew in every session: a model may have been damaged since."""
     found = [check_gate(gate, stage, record, processes) for gate in stage.gates if processes.interrupted is None]
     if processes.interrupted is not None:  # an answer that was cut short is none
         return 0
@@ -260,7 +261,7 @@ def check_gate(gate: Gate, stage: Stage, record: PipelineRecord, processes: "Sta
 
 
 def check_proven(gate: Gate, stage: Stage, record: PipelineRecord, processes: "StageProcesses") -> Verdict:
-    """By the hallmark, with every byte hashed again; where there is none, by a proof here and now."""
+    """Check that a stage's model is proven: by the hallmark, with every byte hashed again; where there is none, by a proof here and now."""
     if stage.verb == "prove" or stage.out.endswith(".gguf"):  # a GGUF file has no room for a hallmark: by what its export proved
         return _proof_verdict(gate, read_json(_printed_to(stage), (dict, list)))
     assert stage.model is not None, "the plan lets only stages with a model have this gate"
@@ -273,7 +274,7 @@ def check_proven(gate: Gate, stage: Stage, record: PipelineRecord, processes: "S
 
 
 def _by_its_mark(gate: Gate, model: Path) -> Verdict | None:
-    """None where there is neither hallmark nor quarantine, or nothing that could hold one."""
+    """Verdict by a model's hallmark or quarantine; None where there is neither, or nothing that could hold one."""
     try:
         checkpoint = open_checkpoint(model)
     except AssayError:
@@ -286,7 +287,7 @@ def _by_its_mark(gate: Gate, model: Path) -> Verdict | None:
 
 
 def _proof_verdict(gate: Gate, document: Any) -> Verdict:
-    """What `assay prove --json` says of one artifact, or of several."""
+    """Verdict of `assay prove --json` on one artifact, or on several."""
     each = document if isinstance(document, list) else [document]
     outcomes = [Outcome(one["outcome"]) for one in each]
     against = [f"{verdict['check']}: {verdict['reason']}" for one in each for verdict in one["verdicts"] if verdict["outcome"] != "PROVEN"]
@@ -300,7 +301,7 @@ def _proof_verdict(gate: Gate, document: Any) -> Verdict:
 
 
 def check_shown(gate: Gate, stage: Stage, record: PipelineRecord, processes: "StageProcesses") -> Verdict:
-    """By the comparison that the stage made, or that of its evaluation with the other's."""
+    """Check that an improvement is shown: by the comparison that the stage made, or that of its evaluation with the other's."""
     if stage.verb == "compare":
         document: Any = read_json(Path(stage.out))
     else:
@@ -392,7 +393,7 @@ class StageProcesses:
         return StageEnd(code, _end_in_words(code, tail, document), seconds, document=document)
 
     def _ended(self, process: subprocess.Popen[str]) -> None:
-        """Whatever happens here, it is not left behind."""
+        """End a process, whatever happened: it is not left behind."""
         self._live.discard(process)
         if process.poll() is None:
             process.terminate()
@@ -411,7 +412,8 @@ class StageProcesses:
 
 @contextlib.contextmanager
 def _stage_lock(path: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """Held by us and by the stage's process: where we are killed, the next sitting waits until what we began has saved and gone."""
+    """Lock of a stage, held by us and by the stage's process: where we are killed, the next session waits until what we began has saved and
+    gone."""
     fd = durable.disk.open_append(path)
     try:
         until, told = time.monotonic() + TIME_TO_SAVE, False
@@ -432,7 +434,7 @@ def _stage_lock(path: Path, say: Callable[[str], None]) -> Iterator[int]:
 
 
 def _end_with_parent() -> Callable[[], object] | None:
-    """Asks Linux to send the process SIGTERM when we die, so that it saves and goes; None on other systems."""
+    """Ask Linux to send the process SIGTERM when we die, so that it saves and goes; None on other systems."""
     libc = ctypes.CDLL(None)
     return (lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if hasattr(libc, "prctl") else None
 
@@ -473,7 +475,7 @@ def _settle(printed: Path, code: int) -> Any:
 
 
 def _end_in_words(code: int, tail: Sequence[str], document: Any) -> str:
-    """Its own last line where it is done, else the sentence that it gave; and what the exit code means."""
+    """Message about how a stage ended: its own last line where it is done, else the sentence that it gave; and what the exit code means."""
     said = [line.removeprefix("assay: ") for line in tail if line.startswith("assay: ")]
     against = [line.strip() for line in tail if line.strip().startswith("REFUTED")]
     last = [line for line in reversed(tail) if line.strip()]
@@ -485,7 +487,7 @@ def _end_in_words(code: int, tail: Sequence[str], document: Any) -> str:
 
 
 def _document_words(document: Any) -> list[str]:
-    """What a command that prints JSON would have said in one line."""
+    """One line for a command that prints JSON."""
     if not isinstance(document, dict):
         return []
     compared = [one["sentence"] for one in document.get("comparisons", [])]

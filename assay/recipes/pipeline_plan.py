@@ -39,12 +39,12 @@ _PLAN = {"purpose?": str, "budget?": str, "inputs?": {str: (str, float, bool)}, 
 
 @dataclass(frozen=True)
 class StageKind:
-    """What a pipeline knows of a verb besides its options."""
+    """Properties of a verb that a pipeline knows besides its options."""
 
     files: tuple[str, ...] = ()  # options that name files, or folders that are no models
     models: tuple[str, ...] = ()  # options that name models
     model: str | None = None  # where in its folder the model lies that it hands over; "": the folder itself
-    goes_on: bool = False  # the same command goes on in the folder that it left; others want none there
+    goes_on: bool = False  # the same command resumes in the folder that it left; others want none there
     prints: bool = False  # what it finds is the JSON that it prints, which is kept
     suffix: str = ""  # of what it writes
 
@@ -130,7 +130,8 @@ class _Draft:
 
 
 def read_plan(file: Path, out: Path, flags_of: Callable[[str], type], given: Sequence[str] = ()) -> PipelinePlan:
-    """Everything that can be known beforehand is asked here. `flags_of` gives a verb's options; `given` are inputs as NAME=VALUE."""
+    """Read a pipeline's plan. Everything that can be known beforehand is asked here. `flags_of` gives a verb's options; `given` are inputs
+    as NAME=VALUE."""
     document = parse_yaml(read_small_file(file, LARGEST_PLAN, UsageError), where=str(file), error=UsageError)
     require_shape(document, _PLAN, where=str(file), error=UsageError)
     if not document["stages"]:
@@ -260,7 +261,7 @@ def _reference(found: re.Match[str], drafts: Mapping[str, _Draft], where: str) -
 
 
 def _in_order(drafts: Mapping[str, _Draft], where: str) -> list[_Draft]:
-    """As they stand in the file, but each after all that it needs."""
+    """Stages as they stand in the file, but each after all that it needs."""
     done: dict[str, _Draft] = {}
     while len(done) < len(drafts):
         ready = next((draft for draft in drafts.values() if draft.name not in done and all(name in done for name in draft.needs)), None)
@@ -272,7 +273,7 @@ def _in_order(drafts: Mapping[str, _Draft], where: str) -> list[_Draft]:
 
 
 def _place(draft: _Draft, out: Path) -> dict[str, str]:
-    """Where a stage's `out` and `model` will be. A fetched model is called by its name, as every verb takes it."""
+    """Paths of a stage's `out` and `model`. A fetched model is called by its name, as every verb takes it."""
     if draft.verb == "fetch":
         name = str(draft.said.get("name", ""))
         return {"out": name, "model": name}
@@ -344,7 +345,7 @@ _PATHS_IN: dict[str, Callable[[str], list[str]]] = {"compare": _paths_of_arm, "m
 
 
 def _require_inputs(draft: _Draft, inputs: Sequence[str], places: Mapping[str, dict[str, str]]) -> None:
-    """What no stage will make must be there now."""
+    """Require that the inputs that no stage will make are there now."""
     from assay.store.model_cache import cached_model, fetch_hint
     from assay.store.remote import is_url
 

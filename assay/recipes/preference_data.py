@@ -103,7 +103,7 @@ class PreferenceData(Conversations):
         return super().check_same(recorded)
 
     def audit(self, start: StartingModel) -> list[Verdict]:
-        """Of the sides as examples, and of the pairs as pairs: one good answer may stand in many of them."""
+        """Audit the sides as examples, and the pairs as pairs: one good answer may stand in many of them."""
         rows: frozenset[int] | Literal["all"] = frozenset() if isinstance(start.weights, AdapterModel) else "all"
         embed = start.model.embed.weight.detach().cpu().float()
         sides = FlatExamples([side for pair in self.train for side in pair.sides])
@@ -123,7 +123,7 @@ class PreferenceData(Conversations):
         return score_pairs(model, self.held_out_batches(rows, count), self.settings, rows=rows)
 
     def evaluated(self, model: Transformer, rows: int, count: int | None = None) -> HeldOut:
-        """Everything held out, or `count` of it: its loss, and what was measured beside it."""
+        """Evaluate everything held out, or `count` of it: its loss, and what was measured beside it."""
         found = self.score(model, rows, count)
         bias = {} if found.length_bias is None else {"eval_length_bias": found.length_bias}
         columns = interval_columns({"eval_margin": found.margin, "eval_accuracy": found.accuracy} | bias)
@@ -146,7 +146,7 @@ def pairs_in(ids: tuple[Any, ...]) -> int:
 
 
 def learning_losses(losses: Sequence[float], done: int, schedule: Schedule) -> list[tuple[int, float]]:
-    """Those of steps at which the rate was up, with their steps; not of the first step of all, which is taken at the reference."""
+    """Losses of steps at which the rate was up, with their steps; not of the first step of all, which is taken at the reference."""
     return [(step, loss) for step, loss in enumerate(losses, done - len(losses))
             if step > 0 and schedule.multiplier(step) >= LEARNING_SHARE]
 
@@ -163,7 +163,7 @@ def load_preferences(config: Dpo, start: StartingModel) -> PreferenceData:
 
 
 def split_pairs(config: PairedOptions, start: StartingModel, read_file: Callable[..., list[SaidPair]]) -> "SplitExamples":
-    """Who is held out is decided on prompts, before anything is rendered."""
+    """Read, split and render the pairs. Which are held out is decided on prompts, before anything is rendered."""
     read = read_sources(config, read_file)
     if config.held_out_data is not None:
         kept, apart = read.said, read_file(config.held_out_data)
@@ -180,7 +180,7 @@ class ReadSources(NamedTuple):
 
     @property
     def said(self) -> list[Any]:
-        """By all, one source after the other."""
+        """Rows of all sources, one source after the other."""
         return [each for rows in self.rows for each in rows]
 
 
@@ -190,7 +190,7 @@ def read_sources(config: PairedOptions, read: Callable[[str, int | None], Sequen
 
 
 class SplitExamples(NamedTuple):
-    """What is learned and what is held out, what rendering made of it, in which order it is read, and in how many steps."""
+    """Examples split into training and held-out ones, with what rendering reported, their order, and the number of steps."""
 
     train: Sequence[Any]
     held_out: Sequence[Any]
@@ -202,7 +202,7 @@ class SplitExamples(NamedTuple):
 def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any], apart: Sequence[Any], read: ReadSources,
                  render: Callable[..., tuple[list[Any], Rendered]], alone: type[PackedExamples], together: type[MixedExamples],
                  noun: str) -> SplitExamples:
-    """Both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context.
+    """Render both parts as tokens of two neighbouring documents each; refused where too little is held out, or a text exceeds the context.
     `together` is the order of sources that have weights, `alone` that of all others."""
     (train, rendered), (held_out, without) = (
         render(said, start.tokenizer, start.parent.stops, length=config.max_length, over=config.too_long) for said in (kept, apart))
@@ -215,7 +215,7 @@ def render_split(config: PairedOptions, start: StartingModel, kept: Sequence[Any
 
 
 def describe_pairs(config: Dpo, start: StartingModel, data: PreferenceData, lr: float, device: str) -> list[str]:
-    """Everything that was derived, before anything is spent."""
+    """Lines that describe everything that was derived, before anything is spent."""
     trained = sum(p.numel() for p in start.model.parameters() if p.requires_grad)
     counts, order, settings = data.rendered.counts, data.order, data.settings
     dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in counts["dropped"].items()) or "none dropped"
@@ -269,7 +269,7 @@ def ask_reference(data: PreferenceData, start: StartingModel, config: AgainstRef
 
 
 def score_beside_parent(data: PreferenceData, start: StartingModel, trainer: Trainer, handed: Path) -> tuple[Any, Any, Any]:
-    """On everything held out: the parent, the model as it was trained, and the bytes that were handed over."""
+    """Scores on everything held out: of the parent, of the model as it was trained, and of the bytes that were handed over."""
     before, trained = data.score(reference_model(start), trainer.micro), data.score(trainer.model, trainer.micro)
     opened = open_artifact(handed, to=beside_live(start) or straight_to(trainer.device))
     return before, trained, data.score(build_model(opened, None).to(trainer.device), trainer.micro)
@@ -281,17 +281,17 @@ def said_by(model: Transformer, batch: Batch) -> torch.Tensor:
 
 
 def check_parent_reference(data: PreferenceData, start: StartingModel) -> list[Verdict]:
-    """Of a few pairs, the parent is asked again, from its bytes on disk; nothing where there is no reference."""
+    """Check the reference of a few pairs by asking the parent again, from its bytes on disk; nothing where there is no reference."""
     return [] if data.reference is None else [check_pair_reference(data.sample(), reference_model(start), data.reference.weights),
                                               *check_live_reference(data)]
 
 
 def check_live_reference(data: PreferenceData) -> list[Verdict]:
-    """That what is asked in memory has its bits; nothing where the answers are stored."""
+    """Check that the reference model in memory has its bits; nothing where the reference's answers are stored."""
     return [data.reference.check_unmoved()] if isinstance(data.reference, LiveReference) else []
 
 
 def judge_live_reference(run: Run, data: PreferenceData) -> None:
-    """Before a save: what was learned since the last was learned against the parent."""
+    """Judge the live reference before a save: what was learned since the last was learned against the parent."""
     if found := check_live_reference(data):
         run.judge(Event.REFERENCE, found)

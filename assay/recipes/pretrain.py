@@ -45,7 +45,7 @@ from assay.recipes.compute_dtype import asked_compute, refuse_fp16
 from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, stopping_rule
 from assay.recipes.given_shape import GivenShape, is_given, read_shape
 from assay.recipes.hand_over import hand_over, write_down
-from assay.recipes.memory_plan import device_memory, plan_pretraining, record_use, require_fit
+from assay.recipes.memory_plan import MemoryPlan, device_memory, plan_pretraining, record_use, require_fit
 from assay.recipes.options import Pretrain
 from assay.recipes.processes import follow, join_processes, moments_wait, shards_parameters
 from assay.recipes.run import Run, TimeSpent, open_run, print_line
@@ -70,6 +70,7 @@ class _Plan:
     lr: float
     device: str
     spread: InitialSpread
+    in_parts: bool  # no process ever holds the model whole
 
 AUDITED_ROWS = 4096  # of a mixture, before step 1
 PRETRAINING_EVALUATED_EVERY = 500  # steps, where no --save-steps is given
@@ -106,7 +107,7 @@ class CorpusData:
         return next((verdict for verdict in found if verdict.outcome is Outcome.REFUTED), found[0])
 
     def audit(self) -> list[Verdict]:
-        """Of a mixture the first rows are counted here, and all that were read at the end."""
+        """Audit the order and the held-out documents. Of a mixture the first rows are counted here, and all that were read at the end."""
         some = max(1, min(self.order.steps, AUDITED_ROWS // self.order.rows))
         order = check_mixture(self.order, some) if isinstance(self.order, MixedOrder) else check_epoch_order(self.order)
         return [order, check_document_copies(self.corpus)]
@@ -161,18 +162,10 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     rule = stopping_rule(config.early_stopping_patience, config.early_stopping_threshold, schedule=config.lr_scheduler_type,
                          steps=plan.steps, every=every)
     tokenizer = Tokenizer.from_folder(corpus.folder)
-    memory = plan_pretraining(config, plan.model, plan.device)
-    if (available := device_memory(plan.device)) is not None:
-        require_fit(memory, available, plan.device)
-    refuse_fp16(config, plan.model)
-    in_parts = shards_parameters(config)  # every process makes an outline, and is sent its rows of each tensor as process 0 draws it
-    made = outlined(plan.model) if in_parts else initialised(plan.model, config.seed, plan.spread)
-    model = place_for_training(made, plan.device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
-                               compile=False if config.fsdp else None)
+    memory = require_memory(config, plan)
+    model = build_untrained(config, plan)
     if world.rank > 0:
         return follow(world, model, next_token, config, partial(optimizer_for, config, plan, model), config.ema)
-    if in_parts:
-        say("built in parts: process 0 draws a tensor at a time, and nobody holds the model whole")
     for line in (*describe_pretraining(config, plan, corpus, parameter_count(model)), *data.describe_mixture()):
         say(line)
     if config.max_bytes is not None:
@@ -183,18 +176,15 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     scored_set = None if ema is None else "ema"
 
     with world, open_run(config, say, plan.device, spent) as run:
-        weights = whole_model(model, tokenizer, averaged=ema is not None)
-        if in_parts:
-            weights.stored = StoredTensors(partial(initial_tensor, outlined(plan.model), config.seed, plan.spread), {})
-        trainer = Trainer(run, weights, optimizer, next_token, schedule, micro=plan.micro, clip=config.max_grad_norm, order=data.order,
-                          ema=ema,
+        trainer = Trainer(run, whole_model(config, plan, model, tokenizer), optimizer, next_token, schedule, micro=plan.micro,
+                          clip=config.max_grad_norm, order=data.order, ema=ema,
                           saves=SavePlan(every, data.order.steps, paced=config.save_steps is None), vocab=plan.model.vocab, world=world)
         some = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, count=config.eval_documents)
         evaluator = HeldOutEvaluator(run, some, device=plan.device, repeats_from=data.repeats_from)
         early = EarlyStopping(run, evaluator.history, rule, every)
 
         def save(*, evaluate: bool) -> None:
-            """What is saved is what was evaluated. What moved and what did not is accounted for first."""
+            """Account for the updates, evaluate, and save what was evaluated."""
             trainer.account()
             if evaluate:
                 with trainer.scored_weights():
@@ -230,16 +220,22 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
 
-        everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, context=config.max_length // 2)
-        handed = hand_over(run, evaluator, everything)
-        handed.verdicts.append(check_budget(trainer.schedule, trainer.done, early.reason))
-        write_down(run, handed)
-        verdicts = handed.verdicts
-        if config.max_bytes is not None:
-            verdicts = verdicts + write_squeezed(run, run.folder / "model", handed.recorded, corpus, rows=plan.micro,
-                                                 length=config.max_length, max_bytes=config.max_bytes,
-                                                 count_code=config.count_code, max_seconds=config.artifact_seconds)
-        return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
+        return hand_over_pretrained(config, plan, run, evaluator, corpus, check_budget(trainer.schedule, trainer.done, early.reason))
+
+
+def hand_over_pretrained(config: Pretrain, plan: _Plan, run: Run, evaluator: HeldOutEvaluator, corpus: Corpus,
+                         budget: Verdict) -> RunOutcome:
+    """Export the best checkpoint, prove it and score it on all held-out documents; with --max-bytes, also write it quantised to fit."""
+    everything = partial(score_corpus, corpus=corpus, rows=plan.micro, length=config.max_length, context=config.max_length // 2)
+    handed = hand_over(run, evaluator, everything)
+    handed.verdicts.append(budget)
+    write_down(run, handed)
+    verdicts = handed.verdicts
+    if config.max_bytes is not None:
+        verdicts = verdicts + write_squeezed(run, run.folder / "model", handed.recorded, corpus, rows=plan.micro,
+                                             length=config.max_length, max_bytes=config.max_bytes,
+                                             count_code=config.count_code, max_seconds=config.artifact_seconds)
+    return RunOutcome(run.folder, verdicts, model=run.folder / "model", results={"held_out": handed.recorded.estimate})
 
 
 def preflight_pretrain(trainer: Trainer, data: CorpusData, spread: InitialSpread) -> list[Verdict]:
@@ -256,10 +252,33 @@ def preflight_pretrain(trainer: Trainer, data: CorpusData, spread: InitialSpread
                 *data.audit(), *trainer.check_world(data.order.batch(0))]  # last: with --fsdp nobody holds the whole model afterwards
 
 
-def whole_model(model: Transformer, tokenizer: Tokenizer, *, averaged: bool) -> WholeModel:
-    """Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer that stops."""
-    lineage = Lineage(weight_set="raw", scored_set="ema") if averaged else Lineage()
-    return WholeModel(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), Ancestry(lineage, lineage))
+def require_memory(config: Pretrain, plan: _Plan) -> MemoryPlan:
+    """Memory plan of the run; refused where the device cannot hold it, or where fp16 cannot work."""
+    memory = plan_pretraining(config, plan.model, plan.device)
+    if (available := device_memory(plan.device)) is not None:
+        require_fit(memory, available, plan.device)
+    refuse_fp16(config, plan.model)
+    return memory
+
+
+def build_untrained(config: Pretrain, plan: _Plan) -> Transformer:
+    """Build the untrained model, placed for training. With --fsdp every process makes an outline, and is sent its rows of each tensor as
+    process 0 draws it.
+    """
+    made = outlined(plan.model) if plan.in_parts else initialised(plan.model, config.seed, plan.spread)
+    return place_for_training(made, plan.device, compute=asked_compute(config), recompute=config.gradient_checkpointing,
+                              compile=False if config.fsdp else None)
+
+
+def whole_model(config: Pretrain, plan: _Plan, model: Transformer, tokenizer: Tokenizer) -> WholeModel:
+    """Weights to train: the whole model. Plain pretraining text ends its documents with the boundary token, but nothing asks for an answer
+    that stops.
+    """
+    lineage = Lineage(weight_set="raw", scored_set="ema") if config.ema else Lineage()
+    weights = WholeModel(model, tokenizer, resolve_special_tokens(tokenizer, {}, {}), Ancestry(lineage, lineage))
+    if plan.in_parts:
+        weights.stored = StoredTensors(partial(initial_tensor, outlined(plan.model), config.seed, plan.spread), {})
+    return weights
 
 
 def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
@@ -275,7 +294,7 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
     steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
     micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
     chosen = chosen_shape(config, Tokenizer.from_folder(corpus.folder))
-    return _Plan(chosen.model, rows, micro, steps, config.matrices().learning_rate, device, chosen.spread)
+    return _Plan(chosen.model, rows, micro, steps, config.matrices().learning_rate, device, chosen.spread, shards_parameters(config))
 
 
 def chosen_shape(config: Pretrain, tokenizer: Tokenizer) -> GivenShape:
@@ -312,21 +331,23 @@ def optimizer_for(config: Pretrain, plan: _Plan, model: Transformer) -> torch.op
     named = list(model.named_parameters())
     decay = config.matrices().weight_decay
     if config.optimizer == "adamw":
-        return adamw(named, plan.lr, weight_decay=decay, moments=moments_wait(config, in_parts=shards_parameters(config)))
+        return adamw(named, plan.lr, weight_decay=decay, moments=moments_wait(config, in_parts=plan.in_parts))
     slices: dict[str, tuple[int, ...]] = {}
     for layer in range(plan.model.depth):  # q, k, v and gate, up are matrices of their own, stored as rows of one
         slices[f"blocks.{layer}.attn.qkv.weight"] = qkv_rows(plan.model)
         if plan.model.gated:
             slices[f"blocks.{layer}.mlp.up.weight"] = (plan.model.hidden, plan.model.hidden)
     return muon(named, lr_matrix=plan.lr, lr_embed=config.embedding_learning_rate, lr_scalar=config.embedding_learning_rate, slices=slices,
-                weight_decay=decay, moments=moments_wait(config, in_parts=shards_parameters(config)))
+                weight_decay=decay, moments=moments_wait(config, in_parts=plan.in_parts))
 
 
 def describe_pretraining(config: Pretrain, plan: _Plan, corpus: Corpus, parameters: int) -> list[str]:
     """Lines that describe everything that was derived, printed before training."""
     m = plan.model
     end = f"{plan.steps:,} steps" if plan.steps else f"{config.minutes:g} minutes"
-    lines = [f"{m.family}: {m.depth} layers of width {m.width}, {m.heads} heads, MLP {m.hidden}, vocabulary {m.vocab}: "
+    in_parts = ["built in parts: process 0 draws a tensor at a time, and nobody holds the model whole"] if plan.in_parts else []
+    lines = [*in_parts,
+             f"{m.family}: {m.depth} layers of width {m.width}, {m.heads} heads, MLP {m.hidden}, vocabulary {m.vocab}: "
              f"{parameters:,} parameters",
              f"{config.optimizer} at {plan.lr:g}, {plan.rows} × {config.max_length} tokens a step, {end}, on {plan.device}",
              f"corpus {corpus.digest[:12]}: {corpus.train.tokens:,} training tokens, {corpus.held_out.documents} held-out documents"]

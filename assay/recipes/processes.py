@@ -38,7 +38,7 @@ SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 
 def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tuple[World, Callable[[str], None]]:
-    """This run's processes, and who speaks: the first alone."""
+    """Join this run's processes; returns them, and the function that prints: in the first process alone."""
     if config.fsdp and config.shards > 1:
         raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
     if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
@@ -55,7 +55,7 @@ def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tu
 
 
 def _silent(_: str) -> None:
-    """Of several processes one speaks."""
+    """Print nothing: of several processes one speaks."""
 
 
 def accumulate_on(device: str) -> Accumulate:
@@ -79,8 +79,8 @@ def sharded_model(config: Trained | Pretrain, world: World | None, model: Transf
 
 
 def moments_wait(config: Trained | Pretrain, *, in_parts: bool = False) -> str | None:
-    """Where moments lie before step 1: on the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in a process
-    that is sent its part, and in all of them where the model is opened in parts."""
+    """Device of the optimizer moments before step 1: the CPU where they are to be sharded, so that no GPU ever holds them whole; nowhere in
+    a process that is sent its part, and in all of them where the model is opened in parts."""
     if holds_outline(config) or in_parts:
         return "meta"
     return "cpu" if shards_parameters(config) else None
@@ -137,8 +137,8 @@ def check_world_parity(accumulate: Accumulate, batch: Batch, micro: int) -> list
 
 
 def check_sharding(sharded: ShardedModel, batch: Batch, micro: int) -> list[Verdict]:
-    """One process's loss and gradients of a batch; then the model is cut into parts, and what all processes make of the same batch is held
-    against it. What was cut is, put together again, what it was: weights, moments and average."""
+    """One process's loss and gradients of a batch; then the model is cut into parts, and what all processes make of the same batch is
+    compared with it. What was cut is, put together again, what it was: weights, moments and average."""
     weight = float(batch.weight.sum())
     compute = partial(_loss_of, loop.accumulated, sharded.model, sharded.objective, batch, micro, weight)
     alone, plain = loss_gradients(sharded.model, compute, backward=False)
@@ -232,7 +232,7 @@ def check_ranks(said: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str,
 
 
 def require_global(step: Step) -> None:
-    """What a step says is plain and of all processes: a DTensor would be one process's part of it."""
+    """Require that a step's values are plain and of all processes: a DTensor would be one process's part of it."""
     values = {"loss": step.loss, "grad_norm": step.grad_norm, **step.metrics}
     if parts := [name for name, value in values.items() if lies_in_parts(value)]:
         raise GuardStop(f"step {step.index}: {', '.join(parts)} is a part of a value that lies with several processes (DTensor); it must "

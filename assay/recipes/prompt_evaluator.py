@@ -40,8 +40,8 @@ class EvaluationPlan:
 
 def plan_evaluations(*, held_out: int, asked_prompts: int | None, asked_samples: int | None, completions: int | None,
                      evaluations: int) -> EvaluationPlan:
-    """As many prompts, then as many samples of each, as EVALUATION_SHARE of the run's `completions` pays for; half of what is held out
-    at most, so that the gain is measured on prompts that nothing was chosen by."""
+    """Plan the evaluations: as many prompts, then as many samples of each, as EVALUATION_SHARE of the run's `completions` pays for; half of
+    what is held out at most, so that the gain is measured on prompts that nothing was chosen by."""
     most = max(2, held_out // 2)
     paid = USUAL_PROMPTS if completions is None else int(EVALUATION_SHARE * completions / max(1, evaluations))
     prompts = min(most, asked_prompts or max(FEWEST_PROMPTS, paid))
@@ -144,8 +144,8 @@ def check_same_answers(what: str, recorded: NDArray[np.float64], found: NDArray[
 
 
 def check_gain(name: str, before: NDArray[np.float64], after: NDArray[np.float64], chances: int = 1) -> Verdict:
-    """Did the held-out score rise from the parent's, prompt by prompt? On prompts that the checkpoint was also chosen by, the best of
-    several evaluations has as many `chances` to look good."""
+    """Check that the held-out score rose from the parent's, prompt by prompt. On prompts that the checkpoint was also chosen by, the best
+    of several evaluations has as many `chances` to look good."""
     effect = paired_effect(after, before)
     p = min(1.0, effect.p * max(1, chances))
     change = effect.interval(1 - LEVEL / max(1, chances))

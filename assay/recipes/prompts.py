@@ -82,7 +82,8 @@ def plain_prompt(said: Conversation) -> str:
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Which prompts a rollout draws: a pure function of the seed and the rollout. Every epoch reads each once, in another order."""
+    """Order of the prompts that rollouts draw: a pure function of the seed and the rollout. Every epoch reads each once, in another
+    order."""
 
     prompts: Sequence[Prompt]
     seed: int
@@ -119,7 +120,7 @@ class PromptOrder:
         return {times: prompts for times, prompts in ((whole, len(self.prompts) - more), (whole + 1, more)) if prompts}
 
     def check_shares(self, rollouts: int) -> list[Verdict]:
-        """Nothing: there is one source."""
+        """No verdicts: there is one source."""
         return []
 
     def spare(self, rollout: int) -> Iterator[Prompt]:
@@ -193,7 +194,7 @@ class PromptData:
         return self.order.epoch_of(step // self.updates)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says of the prompts: the same at every step, which the order is a function of."""
+        """Record of the prompts in a checkpoint: the same at every step, which the order is a function of."""
         return {"prompts": self.digest, "tokenizer": self.tokenizer, "seed": self.order.seed, "examples": len(self.train),
                 "held_out": len(self.held_out)}
 
@@ -204,7 +205,8 @@ class PromptData:
         return proven("same data", words)
 
     def audit(self) -> list[Verdict]:
-        """Of a mixture the first prompts are counted here, and all that were drawn at the end."""
+        """Audit the split and the order of the prompts. Of a mixture the first prompts are counted here, and all that were drawn at the
+        end."""
         some = min(self.order.rollouts, max(1, AUDITED_PROMPTS // self.order.places))
         return [check_apart(self.train, self.held_out), *self.order.check_shares(some)]
 
@@ -222,7 +224,7 @@ class PromptData:
 
 
 def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
-    """Who is held out is decided by what the prompts say, before any is dropped for its length."""
+    """Read the prompts and hold some out. Which are held out is decided by what the prompts say, before any is dropped for its length."""
     def read(file: str, limit: int | None = None) -> list[Prompt]:
         return read_prompts(file, start.tokenizer, config.gsm8k, limit)
 
@@ -245,7 +247,7 @@ def split_prompts(config: Grpo, start: StartingModel) -> PromptData:
 
 
 def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
-    """No held-out prompt is trained on, in this file or another, under this number or another."""
+    """Check that no held-out prompt is trained on, in this file or another, under this number or another."""
     seen = {prompt.content for prompt in train} | {prompt.text for prompt in train}
     both = [prompt.id for prompt in held_out if prompt.content in seen or prompt.text in seen]
     if both:
@@ -255,7 +257,8 @@ def check_apart(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> Verdict:
 
 
 def check_prompt_ledger(metrics: Path, prompts: PromptData, steps: int) -> Verdict:
-    """What every rollout of all sittings wrote down of the prompts it drew is what was planned: none lost, skipped or taken again."""
+    """Check that the prompts which the rollouts of all sessions wrote down are those that were planned: none lost, skipped or taken
+    again."""
     written = {row["step"]: row["prompts_digest"] for row in read_json_lines(metrics) if "prompts_digest" in row}
     for step in range(0, steps, prompts.updates):
         due = ids_digest((tuple(prompt.id for prompt in prompts.order.drawn(step // prompts.updates)),))

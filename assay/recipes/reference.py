@@ -84,7 +84,7 @@ class Reference:
         return found
 
     def keep_needed(self) -> None:
-        """What is compared with now, and what will be, may not be retired."""
+        """Keep the checkpoints that the reference uses now, or will: they may not be retired."""
         assert self.step is not None
         self.run.needed.clear()
         newer = step_folders(self.run.checkpoints) if self.window else [step_folder(self.run.checkpoints, 0)]
@@ -98,7 +98,7 @@ class Reference:
 
     @property
     def used(self) -> str:
-        """What is in memory now, to be compared with what was recorded when it was loaded."""
+        """Digest of what is in memory now, to be compared with what was recorded when it was loaded."""
         return fingerprint(self.model)
 
 
@@ -116,7 +116,8 @@ def with_reference(batch: Batch, reference: Reference | None, asked: Surrogate, 
 
 
 def check_pinned(reference: Reference, step: int) -> Verdict:
-    """What is in memory are the bytes of the checkpoint that is due at this step, by the digest in its file: not what memory says of it."""
+    """Check that the reference in memory has the bytes of the checkpoint that is due at this step, by the digest in its file: not what
+    memory says of it."""
     folder = step_folder(reference.run.checkpoints, reference.due(step))
     due = recorded_digest(open_checkpoint(folder, verify=False).manifest)
     asked = copy.copy(reference.weights)
@@ -129,7 +130,7 @@ def check_pinned(reference: Reference, step: int) -> Verdict:
 
 
 def check_same_reference(reference: Reference, recorded: Mapping[str, Any] | None) -> Verdict:
-    """A run that goes on is pulled towards what it was pulled towards. `recorded` stands in the checkpoint that it goes on from."""
+    """Check that a resumed run is pulled towards the same reference as before. `recorded` stands in the checkpoint that it resumes from."""
     if recorded is None or recorded["step"] != reference.step:
         return proven("same reference", f"step {reference.step}, weights {reference.digest[:12]}", weights=reference.digest)
     words = f"step {reference.step} holds {reference.digest[:12]}, the run was pulled towards {recorded['weights'][:12]}"

@@ -1,4 +1,4 @@
-"""Remote copy of a run at a URL: every checkpoint that stood its proof is sent beside the loop, and a fresh machine goes on from it.
+"""Remote copy of a run at a URL: every proven checkpoint is sent in the background, and a fresh machine resumes from it.
 
     URL/checkpoints/step-000100/…    as in the run's folder, manifest.json after the rest
     URL/records/step-000100/…        the run's own files (config.yaml, ledger.jsonl, metrics.jsonl, …) as of that checkpoint
@@ -35,7 +35,7 @@ _INDEX = {"assay": str, "format": int, "run": str, "checkpoints": {str: str}, "f
 
 @dataclass(frozen=True)
 class _Shipment:
-    """What one record names: checkpoints, the newest last, and how much of each file of the run there was."""
+    """Record of one upload: checkpoints, the newest last, and how much of each file of the run there was."""
 
     checkpoints: tuple[tuple[Path, str], ...]
     lengths: dict[Path, int]
@@ -46,7 +46,8 @@ class _Shipment:
 
 
 class RemoteRun:
-    """Sends what it is offered, one shipment at a time; where one waits already, the newer takes its place. Never raises: `told` says."""
+    """Background copy of a run to a remote store, one shipment at a time; where one waits already, the newer takes its place. Never raises:
+    `told` says."""
 
     def __init__(self, url: str, folder: Path):
         self.remote, self.folder = RemoteFolder(url), folder
@@ -55,7 +56,7 @@ class RemoteRun:
         self._waiting: _Shipment | None = None
         self._sending: _Shipment | None = None
         self._pending: Future[None] | None = None
-        self._there: dict[str, str] = {}  # checkpoints that this sitting has sent: name → digest
+        self._there: dict[str, str] = {}  # checkpoints that this session has sent: name → digest
         self._told: list[Verdict] = []
         self.latest: Verdict = unproven("remote", f"no checkpoint was sent to {self.remote.url}")
 
@@ -78,7 +79,7 @@ class RemoteRun:
         return {digest for shipment in shipments for _, digest in shipment.checkpoints}
 
     def told(self) -> list[Verdict]:
-        """What was sent, or failed to be, since this was last asked."""
+        """Verdicts on what was sent, or failed to be, since this was last asked."""
         with self._lock:
             told, self._told = self._told, []
         return told
@@ -92,7 +93,7 @@ class RemoteRun:
         self._sender.shutdown()
 
     def send_model(self, places: Iterable[Path]) -> Verdict:
-        """What was handed over, and the last record: whether all of it is at the URL."""
+        """Send what was handed over, and the last record; returns whether all of it is at the URL."""
         self.wait()
         try:
             for place in places:
@@ -140,7 +141,8 @@ class RemoteRun:
         self._retire()
 
     def _retire(self) -> None:
-        """Older records and checkpoints that none of the newest records names go. The newest alone must not be all there is: it may rot."""
+        """Remove older records and checkpoints that none of the newest records names. The newest alone must not be all there is: it may
+        rot."""
         records = record_names(self.remote)
         kept, needed = records[:KEPT_RECORDS], set[str]()
         for name in kept:
@@ -156,8 +158,8 @@ class RemoteRun:
 
 
 def restore_run(url: str, folder: Path, same_options: Callable[[bytes], list[str]], say: Callable[[str], None]) -> None:
-    """Where the folder holds no run and the URL does: its newest record that is whole, fetched and verified. Where both hold one, it must
-    be the same. `same_options` says what makes the options there another run's."""
+    """Restore a run from the URL where the folder holds none: its newest record that is whole, fetched and verified. Where both hold one,
+    it must be the same. `same_options` says what makes the options there another run's."""
     remote = RemoteFolder(url)
     if (folder / CONFIG).exists():
         _require_same_run(remote, folder, say)
@@ -208,7 +210,7 @@ def run_identity(folder: Path) -> str:
 
 
 def _beginning(path: Path, length: int) -> bytes:
-    """What a file held when it was that long: lines are only ever added to those that change."""
+    """Bytes of a file when it was that long: lines are only ever added to those that change."""
     with path.open("rb") as file:
         data = file.read(length)
     if len(data) != length:

@@ -85,7 +85,7 @@ class RemoteSampler(Sampler):
         room = min(server.length, model.config.max_length) - CANARY_NEW
         self.canaries = canary_prompts(texts, min(CANARY_TOKENS, room))
         self.sampling = Sampling(max_new=CANARY_NEW, temperature=temperature)
-        self.floor: LogprobFloor | None = None  # of engine and number format; measured at the first hand-over of a sitting
+        self.floor: LogprobFloor | None = None  # of engine and number format; measured at the first hand-over of a session
         self.last_bits: LogprobFloor | None = None  # of the weights that were handed over last
         self.importance: ImportanceWeights | None = None
         self._shown: list[Verdict] = []
@@ -100,7 +100,7 @@ class RemoteSampler(Sampler):
 
     def _hand_over(self, version: str) -> None:
         place = self.folder / version
-        shutil.rmtree(place, ignore_errors=True)  # of a sitting that was interrupted
+        shutil.rmtree(place, ignore_errors=True)  # of a session that was interrupted
         self.folder.mkdir(parents=True, exist_ok=True)
         self.write(place, self.fingerprint)
         if self.version:  # a cache holds them when the weights change, whatever was drawn since
@@ -134,7 +134,7 @@ class RemoteSampler(Sampler):
     # ---------------------------------------------------------------- what is said of it, and done with what it drew
 
     def verdicts(self) -> list[Verdict]:
-        """Of the last hand-over, and of what was drawn and corrected since."""
+        """Verdicts on the server's last weight update, and on what was drawn and corrected since."""
         weighed = [] if self.importance is None else [check_importance(self.importance)]
         return [*self._shown, self.remote.check_replies(), *weighed]
 

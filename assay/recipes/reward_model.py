@@ -119,7 +119,7 @@ class RewardPairs(PreferenceData):
         return replace(found.held_out, columns=columns, words=f"chosen worth more {found.accuracy}, margin {found.margin}")
 
     def check_losses(self, losses: Sequence[float], done: int, schedule: Schedule) -> list[Verdict]:
-        """Nothing: there is no reference to leave."""
+        """No verdicts: there is no reference to leave."""
         return []
 
 

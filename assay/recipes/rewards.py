@@ -59,7 +59,7 @@ ASKED_TWICE = 16  # completions that are scored twice before a run, to measure a
 
 @dataclass(frozen=True)
 class Answered:
-    """Per prompt, the means over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
+    """Mean scores per prompt, over its completions. `rewarded` is None where a judge rewards: its scores compare within a group alone."""
 
     wanted: NDArray[np.float64]
     rewarded: NDArray[np.float64] | None
@@ -129,7 +129,7 @@ class Rewards:
                                      "judges do not compare; give the first one back, or begin a new run")]
 
     def audit(self, prompts: PromptData, tokenizer: Tokenizer) -> list[Verdict]:
-        """Right answers are rewarded and wrong ones are not; a judge is not swayed by the order of what it reads."""
+        """Audit the rewards: right answers are rewarded and wrong ones are not; a judge is not swayed by the order of what it reads."""
         every = (*prompts.train, *prompts.held_out)
         rows, texts, verdicts = [prompt.row for prompt in every], [prompt.text for prompt in every], list[Verdict]()
         if self.rules:
@@ -145,7 +145,8 @@ class Rewards:
         return verdicts
 
     def _canaries(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], tokenizer: Tokenizer) -> list[Verdict]:
-        """Of the rules. What a reward model gives a right completion nobody knows: it was proven on pairs when it was made."""
+        """Canaries of the reward rules. What a reward model gives a right completion nobody knows: it was proven on pairs when it was
+        made."""
         count, plain_rules = (lambda text: len(tokenizer.encode(text))), [rule for rule in self.rules if not rule.learned]
         if len(plain_rules) == len(self.rules):
             return preflight_rewards(self.rules, rows, self.workers, prompts=texts, count_tokens=count)
@@ -188,7 +189,8 @@ class Rewards:
 
 
 def known_means(asked: Sequence[Prompt], values: Sequence[Value], scored: Sequence[ScoredItem], samples: int) -> NDArray[np.float64]:
-    """Of each prompt's `samples` what is known; one of which nothing is known would be another set of prompts than the last time's."""
+    """Mean known score of each prompt's `samples`; a prompt of which nothing is known is an error, since without it this would be another
+    set of prompts than the last time's."""
     found = []
     for place, prompt in enumerate(asked):
         part = slice(place * samples, (place + 1) * samples)
@@ -201,7 +203,7 @@ def known_means(asked: Sequence[Prompt], values: Sequence[Value], scored: Sequen
 
 def kept_answers(asked: Sequence[Prompt], groups: Sequence[Sequence[Completion]], values: Sequence[Value], means: NDArray[np.float64],
                  seed: int) -> list[dict[str, Any]]:
-    """Of a few prompts, drawn by the seed: ids, completions, what each scored, and what the prompt counts."""
+    """Records of a few prompts for the witness, drawn by the seed: ids, completions, what each scored, and what the prompt counts."""
     samples = len(groups[0])
     drawn = sorted(range(len(asked)), key=lambda place: derive(seed, "witness", asked[place].id))[:WITNESSED_PROMPTS]
     return [{"id": asked[place].id, "ids": list(asked[place].ids), "wanted": float(means[place]),
@@ -211,7 +213,7 @@ def kept_answers(asked: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
 
 
 def _nearer(said: Value, one: Value, two: Value) -> Value:
-    """Which of two later answers is nearer to the first; one that is unknown is far from anything."""
+    """Nearer of two later answers to the first; one that is unknown is far from anything."""
     if said is None or one is None or two is None:
         return two if one is None else one
     return one if abs(one - said) <= abs(two - said) else two
@@ -223,7 +225,8 @@ def _range(rewards: Sequence[Value]) -> float:
 
 
 def proven_reward_model(path: str) -> str:
-    """Its digest. One that another tool made, or that is not proven, is refused: a reward that is noise is learned like any other."""
+    """Digest of a proven reward model. One that another tool made, or that is not proven, is refused: a reward that is noise is learned
+    like any other."""
     artifact = reward_artifact(path)
     if artifact.raw.checkpoint is None or artifact.raw.checkpoint.hallmark is None:
         raise UsageError(f"--reward model:{path} has no hallmark: nothing shows that it tells good answers from bad ones; make it with "
@@ -248,14 +251,14 @@ def check_reward_readings(path: str, policy: Tokenizer, prompts: Sequence[Prompt
 
 
 def rendered_prompt(tokenizer: Tokenizer, asked: AskedPrompt) -> str | None:
-    """What the tokenizer's template writes before an answer; None of plain text, or where there is no template."""
+    """Prompt as the tokenizer's template writes it before an answer; None of plain text, or where there is no template."""
     if not asked.messages or tokenizer.template is None:
         return None
     return tokenizer.render(asked.messages, add_generation_prompt=True, tools=asked.tools)
 
 
 def told(asked: AskedPrompt) -> str:
-    """All that a prompt's row says, whoever writes it."""
+    """Text of all that a prompt's row says, whoever writes it."""
     return "\n".join([asked.plain or "", *(str(message) for message in asked.messages), str(asked.tools or "")])
 
 
@@ -353,7 +356,7 @@ class JudgeRecord:
         self.shown += judged.shown
 
     def counts(self) -> dict[str, float]:
-        """Without what is unknown: agreement where nothing was ranked twice."""
+        """Counts of the judge's work, without what is unknown: agreement where nothing was ranked twice."""
         ranks = [rank for each in self.repeats if (rank := rank_agreement(each.first, each.second)) is not None]
         counts: dict[str, float] = {"groups": self.groups, "unjudged": self.unjudged, "late": self.late, "repeats": len(self.repeats),
                                     "repeats_failed": self.repeats_failed, **asdict(self.cost)}
@@ -384,7 +387,7 @@ class JudgeReward:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Who judges, and by what. The key is no part of it."""
+        """Identity of the judge: who judges, and by what rubric. The key is no part of it."""
         return {"url": self.endpoint.base_url, "model": self.endpoint.model, "rubric": hashlib.sha256(self.rubric.encode()).hexdigest()}
 
     def begin(self) -> None:
@@ -413,8 +416,8 @@ class JudgeReward:
         return judged
 
     def write_down(self, run: Run, step: int) -> str:
-        """What it said and cost in this sitting is written down. A judge that contradicts itself ends the run; one that is swayed by
-        the order of the page is worth a warning, because that order is another one each time."""
+        """Record what the judge said and cost in this session. A judge that contradicts itself ends the run; one that is swayed by the
+        order of the page is worth a warning, because that order is another one each time."""
         run.log(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
         agreement = check_judge_agreement(self.sitting.repeats)
         run.say(f"step {step}: {agreement}")

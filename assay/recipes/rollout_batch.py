@@ -117,12 +117,12 @@ def batch_logprobs(model: Transformer, batch: Batch, temperature: float, layout:
 
 
 def quickest_score(model: Transformer, layout: Layout) -> TokenScore:
-    """As a graph, where one shape serves all."""
+    """Fastest way to compute log-probabilities: as a CUDA graph, where one shape serves all."""
     return GraphedLogprobs() if model.embed.weight.is_cuda and layout.width is not None else token_logprobs
 
 
 def of_completions(values_BT: Tensor, batch: Batch, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of each row, the values at the sampled tokens."""
+    """Values at the sampled tokens of each row."""
     assert batch.documents is not None
     ends = (batch.documents != PADDING).sum(1).tolist()
     return [row[len(prompt):end].tolist() for row, prompt, end in zip(values_BT, prompts, ends, strict=True)]

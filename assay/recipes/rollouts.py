@@ -59,7 +59,7 @@ from assay.verdict import Verdict
 
 COMPARED = 16  # completions of a rollout whose log-probabilities are computed anew before the update; after it, all are compared
 RESCORED_A_ROLLOUT = 8  # completions whose draws are scored again by the plain model; their sum over rollouts is what is judged
-FIRST_ASKED, ASKED_EVERY = 4, 8  # the first rollouts of a sitting in which rewards and reference are asked twice, and then every so many
+FIRST_ASKED, ASKED_EVERY = 4, 8  # the first rollouts of a session in which rewards and reference are asked twice, and then every so many
 SAID_AGAIN = 50  # steps after which a warning is repeated
 PROGRESS_METRICS = {"reward": "reward", "±": "reward_std", "length": "completions/mean_length", "kl": "kl", "entropy": "entropy"}
 
@@ -136,12 +136,12 @@ class Rollout:
 
     @property
     def scored(self) -> tuple[list[list[Completion]], list[list[float | None]]]:
-        """Everything that was drawn, and what each was given."""
+        """Completions that were drawn, and the reward of each."""
         return [list(group.completions) for group in self.everything], [list(group.rewards) for group in self.everything]
 
     def witness_facts(self) -> list[dict[str, Any]]:
-        """What the witness is shown of a step: prompts, completions with the log-probabilities that they were drawn with, and rewards.
-        Of weighed ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
+        """Record of a step for the witness: prompts, completions with the log-probabilities that they were drawn with, and rewards. Of
+        importance-weighted ones the ratio is to the trainer's log-probabilities, and the server's stand beside them."""
         drawn, assumed = self.drawn, list[list[float]]()
         if self.weighed:
             assert self.rows.behaviour is not None
@@ -210,7 +210,8 @@ class Collector(Protocol):
 
 
 class RolloutCollector:
-    """Draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one draws them."""
+    """Collector that draws rollouts with the weights as they are now. `waiting` are prompts whose group could not be judged: the next one
+    draws them."""
 
     def __init__(self, config: Grpo, prompts: PromptData, sampler: Sampler, rewards: Rewards, run: Run, asked: Surrogate, layout: Layout):
         self.config, self.order, self.sampler, self.rewards = config, prompts.order, sampler, rewards
@@ -222,7 +223,7 @@ class RolloutCollector:
         self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
-        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this sitting saw it
+        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this session saw it
         self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
         self.floors = OutgrownFloor()
 
@@ -241,7 +242,8 @@ class RolloutCollector:
         self.fingerprints.setdefault(step, self.sampler.fingerprint)
 
     def draw(self, step: int) -> DrawnGroups:
-        """With the weights that were loaded: what is learned from, and all that was drawn; prompts and draws are those of the step."""
+        """Sample the groups of a step with the weights that were loaded: what is learned from, and all that was drawn; prompts and draws
+        are those of the step."""
         return DrawnGroups(*self._groups(step))
 
     def assemble(self, step: int, drawn: DrawnGroups, reference: Reference | None, policy: str, drawn_at: int) -> Rollout:
@@ -266,7 +268,7 @@ class RolloutCollector:
     # ---------------------------------------------------------------- one rollout
 
     def _groups(self, step: int) -> tuple[list[Group], list[Group]]:
-        """What is learned from, and all that was drawn: places whose group taught nothing get other prompts, up to the limit."""
+        """Groups to learn from, and all that were drawn: places whose group taught nothing get other prompts, up to the limit."""
         rollout = step // self.config.num_iterations
         groups = self._complete(step, self._prompts(rollout))
         everything, tried, spare = list(groups), [1] * len(groups), self.order.spare(rollout)
@@ -283,7 +285,7 @@ class RolloutCollector:
         return informing or groups, everything
 
     def _prompts(self, rollout: int) -> list[Prompt]:
-        """Those whose turn it is, and those that wait for a judge since the rollout before."""
+        """Prompts whose turn it is, and those that wait for a judge since the rollout before."""
         due = self.order.drawn(rollout)
         again = set(self.waiting) - {prompt.id for prompt in due}
         self.waiting = []
@@ -349,7 +351,7 @@ class RolloutCollector:
                                  self.model, floor)
 
     def check_drawn(self, drawn: DrawnGroups, floor: LogprobFloor) -> list[Verdict]:
-        """Of what was drawn ahead, with the sampler's copy of the weights that drew it, before it takes up others."""
+        """Check groups that were drawn ahead, with the sampler's copy of the weights that drew them, before it takes up others."""
         every, policy = completions_of(drawn.groups), self.sampler.engine.weights.model
         rows = batch_of(every, [0.0] * len(every), [True] * len(every), self.config.normalisation, cap=self.config.max_completion_length)
         part, chosen = self._compared(every, rows)
@@ -377,13 +379,13 @@ class RolloutCollector:
         return [group.prompt.id for group in rollout.everything[: self.order.places]]
 
     def prompts_digest(self, rollout: Rollout) -> str:
-        """Written down with the step, so that all sittings together can be held against the plan."""
+        """Digest of a rollout's prompts, written down with the step, so that all sessions together can be compared with the plan."""
         return ids_digest(((*self.due_prompts(rollout),),))
 
     def _check_draws(self, everything: Sequence[Group], chosen: Drawn, trainer: Sequence[Sequence[float]], model: Transformer,
                      floor: LogprobFloor) -> list[Verdict]:
         """`model` gives some completions, spread over the rollout, the probabilities that they were drawn with; and whether tokens look
-        drawn from the stated distribution, over all rollouts of this sitting. Of what was drawn, not of what was kept: that is chosen by
+        drawn from the stated distribution, over all rollouts of this session. Of what was drawn, not of what was kept: that is chosen by
         its rewards."""
         self.looks += 1
         self.siblings.add([group.completions for group in everything])
@@ -412,13 +414,13 @@ class RolloutCollector:
         return batch_logprobs(self.model, batch, self.asked.temperature, self.layout, entropy=self.asked.wants_entropy, score=self._score)
 
     def _compared(self, drawn: Drawn, batch: Batch) -> tuple[Batch, Drawn]:
-        """Some completions, spread over the rollout, as rows and as they were drawn."""
+        """Completions to compare, spread over the rollout, as rows and as they were drawn."""
         chosen = sorted({round(place * (len(drawn) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = Batch(**{name: stream[chosen] for name, stream in batch.streams().items()})  # type: ignore[arg-type]
         return part, [drawn[i] for i in chosen]
 
     def measure(self, rollout: Rollout) -> dict[str, float]:
-        """Asked for while a GPU is learning from it, it costs no time."""
+        """Metrics of a rollout. Asked for while a GPU is learning from it, they cost no time."""
         groups, judge = rollout.everything, self.rewards.judge
         found = rollout_metrics([group.completions for group in groups], [group.rewards for group in groups], self._advantages(groups))
         found |= component_metrics(groups) | self.rewards.noise_metrics(groups) | self.sampler.metrics()
@@ -427,7 +429,7 @@ class RolloutCollector:
         return found if judge is None else found | {f"judge/{name}": value for name, value in judge.rollout.counts().items()}
 
     def keep_samples(self, rollout: Rollout) -> None:
-        """Some of the completions, spread over the rollout, with all that says where they came from and what they were worth."""
+        """Write some of the completions, spread over the rollout, with all that says where they came from and what they were worth."""
         rows = [(group.prompt, member, completion, scored, float(rollout.advantages.values_PG[place][member]))
                 for place, group in enumerate(rollout.groups)
                 for member, (completion, scored) in enumerate(zip(group.completions, group.scored, strict=True))]
@@ -452,17 +454,17 @@ class RolloutCollector:
 
 
     def preflight(self, objective: Objective, batch: Batch) -> list[Verdict]:
-        """Nothing beyond what is asked of every policy, and of a sampler elsewhere: what is inserted here is the prompt alone."""
+        """Verdicts beyond what is asked of every policy: those on a remote sampler alone, since what is inserted here is the prompt."""
         return self.sampler.verdicts()
 
 
 def address(step: int) -> tuple[str | int, ...]:
-    """Where a rollout's draws stand; the prompt's id and the member's number follow."""
+    """Seed address of a rollout's draws; the prompt's id and the member's number follow."""
     return "rollout", step
 
 
 def counted_completions(groups: Sequence[Group], advantages: Advantages, *, mask_truncated: bool, cap: int) -> list[bool]:
-    """Which completions are learned from: those whose reward is known and, where asked, that ended by themselves."""
+    """Mask of the completions that are learned from: those whose reward is known and, where asked, that ended by themselves."""
     ended = [completion.ended for group in groups for completion in group.completions]
     kept = untruncated(ended) if mask_truncated else np.ones(len(ended), dtype=bool)
     found = (advantages.known_PG.flatten() & kept).tolist()
@@ -483,7 +485,7 @@ class RolloutHistory:
         self._warned: dict[str, int] = {}
 
     def recall(self) -> None:
-        """What the rules over the steps so far have to know, from what was written of them."""
+        """Recall, from the written metrics, what the rules over the steps so far have to know."""
         for row in read_json_lines(self.run.metrics_file):
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
             if "groups" in row:
@@ -493,7 +495,7 @@ class RolloutHistory:
             self.tokens = row.get("num_tokens", self.tokens)
 
     def add(self, step: Step, found: Mapping[str, float], measured: Mapping[str, float] | None) -> None:
-        """What an update on the last rollout found; of its first one also what the rollout `measured` as it was drawn."""
+        """Add what an update on the last rollout found; of its first one also what the rollout `measured` as it was drawn."""
         if measured is not None:
             self.rollouts.append(dict(measured))
         self.rollouts[-1] |= {**found, "grad_norm": float(step.grad_norm)}
@@ -507,7 +509,7 @@ class RolloutHistory:
             self.warn(step, sentence)
 
     def warn(self, step: int, sentence: str) -> None:
-        """Once, and again after so many steps; with other numbers it is still the same warning."""
+        """Warn once, and again after so many steps; with other numbers it is still the same warning."""
         rule = re.sub(r"[\d.]+", "", sentence)
         if step - self._warned.get(rule, -SAID_AGAIN) >= SAID_AGAIN:
             self._warned[rule] = step

@@ -46,7 +46,8 @@ class WaitingRollout:
 
 
 class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
-    """With a staleness of 0 every rollout is drawn when it is asked for, and nothing else here does anything."""
+    """Rollouts drawn ahead while the policy learns. With a staleness of 0 every rollout is drawn when it is asked for, and nothing else
+    here does anything."""
 
     def __init__(self, config: Grpo, collector: Collector, order: PromptOrder, run: Run):
         self.config, self.collector, self.order, self.run = config, collector, order, run
@@ -57,7 +58,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         self.trained: set[int] = set()
         self.dropped: dict[int, list[str]] = {}
         self._of_draws: list[Verdict] = []
-        self._told = False  # the first verdicts of a sitting on a rollout that was drawn ahead are written down
+        self._told = False  # the first verdicts of a session on a rollout that was drawn ahead are written down
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._under_way: tuple[int, int, str, LogprobFloor, Future[Any]] | None = None
         device = collector.sampler.engine.weights.device if self.on else torch.device("cpu")
@@ -110,7 +111,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         self.waiting = WaitingRollout(step, drawn_at, policy, drawn)
 
     def drop(self, why: str) -> None:
-        """What was drawn and will not be learned from is named."""
+        """Drop the waiting rollout, and name it: it was drawn and will not be learned from."""
         self.settle()
         if self.waiting is not None:
             self.dropped[self.waiting.step] = self.begun.get(self.waiting.step, [])
@@ -120,7 +121,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
     # ---------------------------------------------------------------- corrected, and what is said of it
 
     def _corrected(self, rollout: Any) -> Any:
-        """What was sampled by the weights before, weighed as the present ones would sample it."""
+        """Rollout of the previous weights, importance-weighted as the present ones would sample it."""
         collector, rows = self.collector, rollout.rows
         now_BT = collector.trainer_logprobs(rows)
         then_BT = collector.sampled_logprobs(rollout)
@@ -144,7 +145,7 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         return [*of_draws, *verdicts]
 
     def _now(self, rollout: Any) -> dict[int, Sequence[float]]:
-        """Of the counting tokens of some rows, spread over the rollout, what the policy gives them, neither packed nor compiled."""
+        """Current policy's log-probabilities of the counting tokens of some rows, spread over the rollout, neither packed nor compiled."""
         rows, asked = rollout.rows, self.collector.asked
         chosen = sorted({round(place * (len(rows) - 1) / (COMPARED - 1)) for place in range(COMPARED)})
         part = type(rows)(**{name: stream[chosen] for name, stream in rows.streams().items()})
@@ -165,10 +166,10 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         return found | {"sampling/effective_sample_size": effective_share(weights),
                         "sampling/truncated_ratio": float((weights >= self.config.importance_sampling_cap).float().mean())}
 
-    # ---------------------------------------------------------------- over sittings
+    # ---------------------------------------------------------------- over sessions
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint holds of the rollout that waits: all of it."""
+        """Record of the waiting rollout in a checkpoint: all of it."""
         if not self.on:
             return {}
         if self.waiting is None:
@@ -191,6 +192,6 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         return [found]
 
     def check_end(self) -> list[Verdict]:
-        """Of all rollouts that this sitting drew ahead, or found waiting."""
+        """Check all rollouts that this session drew ahead, or found waiting."""
         waiting = {} if self.waiting is None else {self.waiting.step: self.begun[self.waiting.step]}
         return [check_in_flight(self.begun, self.trained, waiting, self.dropped)] if self.on else []

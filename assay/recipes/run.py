@@ -45,7 +45,7 @@ WORTH_SAYING = 60.0  # seconds of loop; shorter ones say nothing of how it would
 FEW = 3  # checkpoints: the first and the last come anyway
 WRITTEN_EVERY = 50  # judgements of a step or rollout between two that are written down while they prove
 _SHOWN = 4  # options that differ, where a folder holds another run
-# How long to go on, and where, may change between sittings; what is learned, and from what, may not.
+# How long to go on, and where, may change between sessions; what is learned, and from what, may not.
 FREE = {"minutes", "tokens", "device", "gpus", "process_timeout", "replay_steps", "replica_steps", "out", "remote", "json", "resume",
         "probe_samples", "witness", "early_stopping_patience", "early_stopping_threshold", "track", "track_checkpoints", "quiet"}
 PARTS = ("open", "compile", "preflight", "steps", "evaluation", "saving", "proving", "hand-over")  # of a run's wall time
@@ -101,7 +101,7 @@ class TimeSpent:
 
 
 class SaveCost:
-    """How long the loop of one sitting stood still for its checkpoints. What a proof takes beside the loop is not in it."""
+    """How long the loop of one session stood still for its checkpoints. What a proof takes beside the loop is not in it."""
 
     def __init__(self) -> None:
         self.begin()
@@ -133,7 +133,7 @@ class SaveCost:
 
 
 def _round_up(steps: float) -> int:
-    """To two digits: it is advice."""
+    """Round up to two digits: it is advice."""
     digits = 10 ** max(0, math.floor(math.log10(steps)) - 1)
     return math.ceil(steps / digits) * digits
 
@@ -148,14 +148,14 @@ class Run:
         self.interrupted: int | None = None
         self.going_on_from = 0
         self._told = 0.0  # when progress was told last
-        self._paced: tuple[int, float] | None = None  # the first step of this sitting that was told, and when
+        self._paced: tuple[int, float] | None = None  # the first step of this session that was told, and when
         self.needed: set[str] = set()  # digests that retention may not delete
         self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self._tidying: Future[None] | None = None
-        self._replaying: set[Path] = set()  # kept steps that a proof of this sitting replays
+        self._replaying: set[Path] = set()  # kept steps that a proof of this session replays
         self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
         self.close_records: Callable[[], None] = lambda: None  # and ends their thread
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
@@ -198,7 +198,7 @@ class Run:
         return found
 
     def set_aside(self, path: Path) -> None:
-        """Out of the way of what is about to be written there; nothing is deleted."""
+        """Move a path out of the way of what is about to be written there; nothing is deleted."""
         if path.exists():
             names = (path.with_name(f"earlier-{number}-{path.name}") for number in itertools.count(1))
             aside = next(name for name in names if not name.exists())
@@ -213,11 +213,11 @@ class Run:
 
     @property
     def witnesses(self) -> bool:
-        """Its proofs replay the steps that were kept for them."""
+        """Whether the run's proofs replay the steps that were kept for them."""
         return self._prover.witnesses
 
     def rehearse_proofs(self, model: Path) -> None:
-        """On a GPU: let the proving processes warm up on the starting model while the run prepares its first step."""
+        """Warm up the proving processes, on a GPU, on the starting model while the run prepares its first step."""
         if self.probing.device != "cpu":
             self._prover.rehearse(model, self.probing, self.headroom)
 
@@ -229,7 +229,7 @@ class Run:
         self.ledger.append(kind, **facts)
 
     def _tell_time(self) -> None:
-        """Once, at the end of a sitting."""
+        """Print where the time went, once, at the end of a session."""
         if not self._told_time:
             self._told_time = True
             self.ledger.append(Event.TIME, seconds=self.spent.so_far())
@@ -297,7 +297,7 @@ class Run:
 
     @property
     def busy_beside(self) -> bool:
-        """A checkpoint is being written or proven, or waits for its proof, while the loop goes on."""
+        """Whether a checkpoint is being written or proven, or waits for its proof, while the loop goes on."""
         return self._saver.busy or self._prover.busy
 
     def check(self) -> None:
@@ -353,7 +353,7 @@ class Run:
             self._write_down_retired()
 
     def _retire(self, best: Path | None, needed: Iterable[str]) -> None:
-        """Old checkpoints go. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
+        """Retire old checkpoints. Of those that were there and had to stay, it is asked afterwards whether they are there and verify."""
         before = step_folders(self.checkpoints)
         sending = set() if self.remote is None else self.remote.holding()
         gone = delete_old_checkpoints(self.checkpoints, self.kept, best, sending | set(needed))
@@ -363,7 +363,7 @@ class Run:
             self._kept.append((check_kept_checkpoints(due), all(path.is_dir() for path in due)))
 
     def _write_down_saved(self) -> None:
-        """In the loop's own thread: a ledger has one writer."""
+        """Write finished saves into the ledger, in the loop's own thread: a ledger has one writer."""
         while self._saved:
             written = self._saved.pop(0)
             self.ledger.append(Event.SAVED, checkpoint=written.folder.name, digest=written.digest)
@@ -391,7 +391,8 @@ class Run:
             self._offer_to_remote(folder)
 
     def _offer_to_remote(self, folder: Path) -> None:
-        """With what a run that goes on from it elsewhere would need: the best so far, and what later checkpoints refer to."""
+        """Offer a checkpoint to the remote store, with what a run that resumes from it elsewhere would need: the best so far, and what
+        later checkpoints refer to."""
         if self.remote is not None:
             best = self._best.get(folder)
             held = step_folders(self.checkpoints) if self.needed else []
@@ -421,7 +422,7 @@ class Run:
 
     @contextlib.contextmanager
     def sitting(self) -> Iterator[None]:
-        """Around everything: what ends the run early is written down, once what was begun beside it is done."""
+        """Session of a run, around everything: what ends the run early is written down, once what was begun beside it is done."""
         with PROVING_PROCESSES.keeping():
             self._prover.start_early(self.probing.device)
             try:
@@ -543,7 +544,7 @@ def rewrite_json_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _settle_config(path: Path, config: Any) -> bool:
-    """Write the configuration once; a later sitting must be the same run. Returns whether there was an earlier one."""
+    """Write the configuration once; a later session must be the same run. Returns whether there was an earlier one."""
     import yaml
 
     values = plain(dataclasses.asdict(config))

@@ -10,8 +10,8 @@ USUAL = 32  # readings of undisturbed steps by which others are judged slow
 
 
 class SavePace:
-    """Says when the next checkpoint may come, by what the last one cost the loop: the time that it stood still, and what steps took longer
-    while the checkpoint was written and proven beside them."""
+    """Pace of saving: says when the next checkpoint may come, by what the last one cost the loop: the time that it stood still, and what
+    steps took longer while the checkpoint was written and proven beside them."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._saved_at, self._stood, self._slowed = now, now(), 0.0, 0.0
@@ -23,8 +23,8 @@ class SavePace:
         self._saved_at, self._stood, self._slowed = self._now(), cost, 0.0
 
     def read(self, seconds: float, steps: int, *, beside: bool) -> None:
-        """So many steps took so long each. `beside`: something of a checkpoint is under way now; if so or if it was at the last reading,
-        these steps shared the machine with it."""
+        """Record that `steps` steps took `seconds` each. `beside`: something of a checkpoint is under way now; if so or if it was at the
+        last reading, these steps shared the machine with it."""
         if not (beside or self._disturbed):
             self._undisturbed = [*self._undisturbed, seconds][-USUAL:]
         elif self._undisturbed:

@@ -37,7 +37,7 @@ NO_SCORE = {"eval_loss", "eval_weight_set"}  # columns of an evaluation that sta
 
 @dataclass(frozen=True)
 class Measure:
-    """What a recipe's runs are compared by. `own_held_out`: each seed holds out other data, so that scores differ by that too."""
+    """Measure that a recipe's runs are compared by. `own_held_out`: each seed holds out other data, so that scores differ by that too."""
 
     metric: str
     lower_is_better: bool = True
@@ -114,7 +114,7 @@ def run_seeds(plan: Plan, say: Callable[[str], None]) -> Found:
 
 
 def run_all(plan: Plan, due: list[int], processes: "Processes", record: "Record") -> None:
-    """As many at a time as there are GPUs. A request that makes no sense ends it: every other seed would meet it too."""
+    """Run all due seeds, as many at a time as there are GPUs. A request that makes no sense ends it: every other seed would meet it too."""
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     places: list[str | None] = [*gpus(plan.device)] or [None]
     for place in places:
@@ -167,7 +167,7 @@ def check_runs(endings: dict[int, Ending]) -> Verdict:
 
 
 def final_score(folder: Path) -> Estimate | None:
-    """What the run reported of what it handed over, or read; of the artifact, where it was to fit into so many bytes."""
+    """Score that the run reported of what it handed over, or read; of the artifact, where it was to fit into so many bytes."""
     events = Ledger(folder / "ledger.jsonl").events()
     for kind in (Event.ARTIFACT, Event.HAND_OVER, Event.TTT):
         if reported := [event["score"] for event in events if event["kind"] == kind]:
@@ -177,7 +177,7 @@ def final_score(folder: Path) -> Estimate | None:
 
 
 def curves(plan: Plan) -> Curves:
-    """From each run's metrics.jsonl, as far as it got."""
+    """Curves from each run's metrics.jsonl, as far as it got."""
     rows, metric = {seed: read_json_lines(plan.folder(seed) / "metrics.jsonl") for seed in plan.seeds}, MEASURES[plan.recipe].metric
     losses = {seed: [(row["step"], float(row["loss"])) for row in rows[seed] if "loss" in row] for seed in plan.seeds}
     scores = {seed: [(row["step"], score) for row in rows[seed] if (score := evaluated_score(row)) is not None] for seed in plan.seeds}
@@ -185,7 +185,7 @@ def curves(plan: Plan) -> Curves:
 
 
 def evaluated_score(row: Mapping[str, Any]) -> float | None:
-    """Of a row that an evaluation wrote: the first of its columns that is a score."""
+    """Score of a row that an evaluation wrote: the first of its columns that is a score."""
     return next((float(value) for name, value in row.items() if name.startswith("eval_") and name not in NO_SCORE), None)
 
 
@@ -209,7 +209,7 @@ class Processes:
         self._one_at_a_time = threading.Lock()
 
     def run(self, seed: int, command: list[str], gpu: str | None, log: Path) -> Ending:
-        """In a process group of its own: Ctrl-C on a terminal reaches us alone, and we pass it on."""
+        """Run one seed in a process group of its own: Ctrl-C on a terminal reaches us alone, and we pass it on."""
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.say(f"seed {seed}: begins{'' if gpu is None else f' on GPU {gpu}'}, log in {log}")
         with self._begun(command, environment) as process:
@@ -220,7 +220,8 @@ class Processes:
 
     @contextlib.contextmanager
     def _begun(self, command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-        """Whatever happens here, it is not left behind: one that nobody hears any more is told to stop, and waited for."""
+        """Start a process that is not left behind, whatever happens here: one that nobody hears any more is told to stop, and waited
+        for."""
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                                    env=environment, start_new_session=True)
         try:
@@ -261,7 +262,7 @@ def ending_in_words(code: int, tail: list[str]) -> str:
 
 
 class Record:
-    """seeds.json: how each seed ended, written whenever one does, so that a set goes on where it was interrupted."""
+    """seeds.json: how each seed ended, written whenever one does, so that a set resumes where it was interrupted."""
 
     def __init__(self, plan: Plan):
         self.plan, self.path, self.endings = plan, Path(plan.out) / "seeds.json", dict[int, Ending]()
@@ -296,7 +297,7 @@ class Record:
 
 
 def _number(ending: Ending, score: Estimate | None) -> float:
-    """A run that was stopped may have a score of an earlier sitting: it is not how it ended."""
+    """A run that was stopped may have a score of an earlier session: it is not how it ended."""
     return score.mean if score is not None and ending.exit_code in (0, 3) else math.nan
 
 

@@ -25,8 +25,8 @@ WORSE = 0.05  # bits per byte that rounding may cost: more, and the artifact is 
 
 
 def require_room(of_depth: Callable[[int], ModelConfig], depth: int, tokenizer: Tokenizer, max_bytes: int, code: int = 0) -> str:
-    """Before anything is trained: what the artifact will take at int5, in words, or a refusal that says what would fit. `code` are the
-    bytes of the code that counts."""
+    """Refuse a size limit before anything is trained if the artifact cannot fit, with what would fit; else say what it will take at int5.
+    `code` are the bytes of the code that counts."""
     most, room = most_assayz_bytes(of_depth(depth), tokenizer), max_bytes - code
     beside = f" beside {code:,} of code" if code else ""
     if most <= room:

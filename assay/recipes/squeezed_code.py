@@ -33,7 +33,7 @@ _ENTRY = "from assay.recipes.squeezed_code import main; main()"
 
 
 class FreshScore(NamedTuple):
-    """What a process of its own found: bits per byte, how long opening and scoring took, and with which modules of Assay, from where."""
+    """Score found by a fresh process: bits per byte, how long opening and scoring took, and with which modules of Assay, from where."""
 
     mean: float
     seconds: float
@@ -52,7 +52,7 @@ def reread(where: Path, corpus: Corpus, rows: int, length: int) -> HeldOut:
 
 
 def main() -> None:
-    """In the fresh process."""
+    """Entry point of the fresh process that scores the artifact."""
     asked, began = json.loads(sys.argv[1]), time.monotonic()
     found = reread(Path(asked["file"]), open_corpus(Path(asked["corpus"]), verify=False), asked["rows"], asked["length"])
     said = FreshScore(found.bits_per_byte.mean, time.monotonic() - began, own_modules(), sys.modules["assay"].__file__ or "")
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def score_afresh(where: Path, corpus: Corpus, *, rows: int, length: int, code: Path | None = None) -> FreshScore:
-    """By the code in `code` and no other, where it is given."""
+    """Score the artifact in a fresh process; by the code in `code` and no other, where it is given."""
     first = "" if code is None else f"import sys; sys.path.insert(0, {str(code.absolute())!r}); "
     asked = json.dumps({"file": str(where.absolute()), "corpus": str(corpus.folder.absolute()), "rows": rows, "length": length})
     search = own_search_path() if code is None else {}
@@ -83,7 +83,8 @@ def pack_code(modules: Sequence[str], where: Path) -> int:
 
 
 def least_code_bytes() -> int:
-    """Of the code that is imported before anything is opened, asked of a fresh process: what a model or device adds to it is little."""
+    """Bytes of the code that is imported before anything is opened, asked of a fresh process: what a model or device adds to it is
+    little."""
     done = subprocess.run([sys.executable, "-P", "-c", "from assay.recipes.squeezed_code import say_modules; say_modules()"],
                           capture_output=True, text=True, check=True, env=os.environ | own_search_path())
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +92,7 @@ def least_code_bytes() -> int:
 
 
 def say_modules() -> None:
-    """In the fresh process."""
+    """Print the imported modules of this fresh process."""
     print(json.dumps(own_modules()))
 
 
@@ -116,6 +117,6 @@ def check_own_code(found: FreshScore, told: HeldOut, code: Path) -> Verdict:
 
 
 def check_seconds(seconds: float, most: float, what: str) -> Verdict:
-    """By the clock, as a task with a time limit counts it."""
+    """Check the time by the clock, as a task with a time limit counts it."""
     words = f"{what} took {seconds:.1f} s, {most:g} are allowed"
     return (proven if seconds <= most else refuted)("time", words, seconds=seconds, most=most)

@@ -153,7 +153,7 @@ TrainedWeights = WholeModel | AdapterModel
 
 
 def beside_held(model: Transformer, base: Ancestor) -> Destination | None:
-    """Where a base is opened anew beside the live one: what the two have in the same bits is shared."""
+    """Destination of a base that is opened anew beside the live one: what the two have in the same bits is shared."""
     device, held = str(model.embed.weight.device), frozen_tensors(model)
     return straight_to(device, held) if base.held is None else Destination(device, held, base.weights)
 
@@ -185,7 +185,7 @@ class StartingModel:
 
 
 def day_of_run(folder: Path) -> datetime:
-    """When the run in a folder began; now, where there is none yet."""
+    """Day on which the run in a folder began; now, where there is none yet."""
     ledger = folder / "ledger.jsonl"
     first, whole, _ = (ledger.read_bytes() if ledger.exists() else b"").partition(b"\n")
     if not whole:
@@ -269,7 +269,7 @@ def largest_weight(parent: Artifact, stored: StoredTensors) -> float:
 
 
 def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a checkpoint's weight files hold, of tensors that are made one at a time."""
+    """Tensors under the names of a checkpoint's weight files, made one at a time."""
     layout = hf_layout(config)
     holder = {piece.name: name for name, pieces in layout.items() for piece in pieces}
     return LazyTensors(list(holder), lambda name: to_foreign({(own := holder[name]): layout[own]}, {own: ours[own]})[name])
@@ -309,13 +309,15 @@ def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
 
 
 def beside_live(start: StartingModel) -> Destination | None:
-    """Where the base of a run's adapters is opened anew, so that it is held once; None where none is frozen here, or it lies in parts."""
+    """Destination of the base of a run's adapters when it is opened anew, so that it is held once; None where none is frozen here, or it
+    lies in parts."""
     whole = start.weights.model is start.model and start.weights.stored is None
     return beside_held(start.model, start.weights.base) if isinstance(start.weights, AdapterModel) and whole else None
 
 
 def reopen_parent(start: StartingModel) -> Artifact:
-    """Anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is shared with it."""
+    """Open the parent anew: what a run is compared with is what lies on the disk. What the live model holds of it in the same bits is
+    shared with it."""
     parent = start.parent
     to = beside_live(start) or straight_to(start.device) if start.weights.stored is None else Destination("meta")
     found = open_artifact(parent.path, base=None if parent.base is None else parent.base.path, to=to, held=parent.held)
@@ -359,7 +361,7 @@ def given(config: Trained, to: Destination | None = None) -> Artifact:
 
 
 def _held_dtype(config: Trained) -> str | None:
-    """Of a whole model that is opened to be a base as it is; an adapter's manifest says in which its own is held."""
+    """Base dtype of a whole model that is opened to be a base as it is; an adapter's manifest says in which its own is held."""
     named = str(config.from_ or config.model)
     remade = config.new_tokens or config.rope_scaling or named.endswith(".gguf")
     return None if remade or locate_artifact(named).adapter else config.base_dtype
@@ -419,7 +421,7 @@ def write_proven(where: Path, contents: checkpoint.Contents, *, against: str | N
 
 
 def require_proven(where: Path, *, against: str | None = None) -> None:
-    """Also of one that an earlier sitting wrote: it may have been killed before the proof, or stopped by it."""
+    """Require a hallmark, also of a model that an earlier session wrote: that may have been killed before the proof, or stopped by it."""
     if checkpoint.open_checkpoint(where).hallmark is not None:
         return
     verdicts = prove_checkpoint(where, against=against, probing=ProofSampling(samples=0))

@@ -108,7 +108,7 @@ def check_effect_of_steering(model: Transformer, steering: SteeringVector, confi
 
 
 def check_cost(model: Transformer, steering: SteeringVector, config: Steer, texts: Sequence[TrainingExample] | None) -> Verdict:
-    """What plain text costs more while the vector is added."""
+    """Check how much the loss of plain text rises while the vector is added."""
     if texts is None:
         return unproven("steering cost", "no --text was given: what else the vector changes is not known", optional=True)
     batches = in_order(texts)
@@ -131,7 +131,7 @@ def check_passed(before: str, after: str) -> Verdict:
 
 
 def model_fingerprint(model: Transformer) -> str:
-    """Of every weight, and of the logits of a fixed text."""
+    """Fingerprint of every weight, and of the logits of a fixed text."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -141,7 +141,7 @@ def model_fingerprint(model: Transformer) -> str:
 
 
 def margins(model: Transformer, pairs: Sequence[PreferencePair]) -> NDArray[np.float64]:
-    """Of each pair, how much less the chosen answer costs than the rejected one, in nats per token."""
+    """Margin of each pair: how much lower the loss of the chosen answer is than that of the rejected one, in nats per token."""
     chosen, rejected = (score_examples(model, in_order(sides), rows=STEER_ROWS).per_document
                         for sides in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs]))
     return rejected - chosen

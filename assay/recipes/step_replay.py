@@ -19,7 +19,7 @@ FIRST_TIMES = 3  # before step 1
 
 
 class StepReplay:
-    """Of one sitting, every `every` steps; 0: never. It is off where the first answers already differ."""
+    """Replay of micro-batches within one session, every `every` steps; 0: never. It is off where the first answers already differ."""
 
     def __init__(self, every: int, accumulate: Accumulate, model: Transformer, objective: Objective, micro: int):
         self.every, self.accumulate, self.model, self.objective, self.micro = every, accumulate, model, objective, micro

@@ -62,7 +62,7 @@ class SuiteResult:
 
 
 def read_suite(path: str | Path) -> Suite:
-    """Strictly: an unknown field is a mistake."""
+    """Read a suite strictly: an unknown field is a mistake."""
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"--suite {path}: no such file; expected YAML with `tasks`, each with `task` and what it needs")
@@ -106,7 +106,7 @@ def open_tasks(suite: Suite) -> dict[str, Task]:
 
 def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, device: str,
               say: Callable[[str], None] = lambda _: None) -> SuiteResult:
-    """Everything is asked of both, with the same seeds; OUT/parent and OUT/child hold every answer."""
+    """Run the suite on both models, with the same seeds; OUT/parent and OUT/child hold every answer."""
     if parent.digest == child.digest:
         return SuiteResult([], proven("forgetting", f"{child.path} has the weights of {parent.path}: nothing of it is lost"))
     arms = {name: [*suite_arms(suite, name, LoadedModel(artifact, device=device), out / name)]
@@ -118,7 +118,7 @@ def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, dev
 
 
 def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[Arm]:
-    """What one of the two scores: an arm of each task."""
+    """Scores of one of the two models on the suite: an arm of each task."""
     arms = []
     for name, opened in open_tasks(suite).items():
         task = suite.tasks[name]
@@ -131,7 +131,7 @@ def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[A
 
 
 def probed(suite: Suite, loaded: LoadedModel) -> Health:
-    """All rounds, whatever they show: both are asked the same."""
+    """Probe a model in all rounds, whatever they show: both are asked the same."""
     settings = suite.probes or {}
     generator = ModelGenerator(loaded, Sampling(settings.get("max_new_tokens", 128), float(settings.get("temperature", 0.7))))
     return probe(generator, probe_prompts(suite, generator), n=settings.get("n", 4), enough=lambda _: False)

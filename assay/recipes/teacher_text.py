@@ -32,7 +32,7 @@ from assay.strict_json import read_json_lines
 
 @dataclass(frozen=True)
 class TeacherPrompt:
-    """What is asked: messages, a text, or both where a model without a template gets another text."""
+    """Prompt for a teacher: messages, a text, or both where a model without a template gets another text."""
 
     messages: tuple[Message, ...]
     plain: str | None
@@ -45,7 +45,7 @@ class TeacherPrompt:
 
 def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, device: str,
                        say: Callable[[str], None]) -> tuple[Path, Path]:
-    """The two files. Those of an earlier sitting are taken as they are, where the same was asked of the same teacher."""
+    """The two files. Those of an earlier session are taken as they are, where the same was asked of the same teacher."""
     if teacher.tokenizer is None:
         raise UsageError(f"{teacher.path} has no tokenizer, so it can neither be asked nor answer; add tokenizer.json")
     learned, held_out = prompts_of(config)
@@ -92,7 +92,7 @@ def prompts_of(config: Distill) -> tuple[list[TeacherPrompt], list[TeacherPrompt
 
 
 def prompt_of(row: Conversation) -> TeacherPrompt:
-    """Everything before the answer: the last one, where there are several."""
+    """Prompt of a row: everything before the answer, the last one, where there are several."""
     if row.tools:
         raise DataError(f"{row.where}: the row offers tools, and the teacher's calls could not be told from its words; leave it out")
     answers = [place for place, message in enumerate(row.messages) if message["role"] == "assistant" and place >= row.learned_from]
@@ -131,7 +131,7 @@ def sample_answers(prompts: Sequence[TeacherPrompt], teacher: Artifact, tokenize
 
 
 def encode_teacher_prompt(prompt: TeacherPrompt, tokenizer: Tokenizer) -> list[int]:
-    """By the teacher's own template, or as plain text begins for it."""
+    """Token ids of a teacher's prompt, by the teacher's own template, or as plain text begins for it."""
     if prompt.messages and tokenizer.template is not None:
         return tokenizer.encode(tokenizer.render(prompt.messages, add_generation_prompt=True))
     if prompt.plain is None:

@@ -30,14 +30,14 @@ from assay.verdict import Verdict
 
 
 class Student(NamedTuple):
-    """What a teacher must know of its student."""
+    """Facts about a student that its teacher must know."""
 
     vocab: int
     tokenizer: Tokenizer
 
 
 class OnlineTeacher:
-    """In memory: it reads every batch beside the student and never changes."""
+    """Teacher in memory: it reads every batch beside the student and never changes."""
 
     def __init__(self, artifact: Artifact, student: Student, blend: DistillationSettings, device: str):
         refuse_other_tokenizer(artifact, student)
@@ -58,7 +58,7 @@ class OnlineTeacher:
 
 
 class OfflineTeacher:
-    """Its likeliest tokens in every place of every example, on disk; it need not be in memory, and cannot move."""
+    """Teacher stored on disk: its likeliest tokens in every place of every example; it need not be in memory, and cannot move."""
 
     model = None
 
@@ -81,8 +81,8 @@ class OfflineTeacher:
 
 
 class OnlineTeachers:
-    """Several in memory: the loss is the weighted sum of what each asks for. With forward KL that is the KL to their mixture, but for a
-    constant."""
+    """Teachers in memory, several of them: the loss is the weighted sum of what each asks for. With forward KL that is the KL to their
+    mixture, but for a constant."""
 
     model = None
 
@@ -128,7 +128,7 @@ def open_teacher_model(config: Distill) -> Artifact:
 
 
 def place_teacher(artifact: Artifact, device: str) -> Transformer:
-    """Where the student computes, in what it computes, and with nothing to learn."""
+    """Place a teacher where the student computes, in what it computes, and with nothing to learn."""
     return place_for_training(build_model(artifact, None).requires_grad_(False), device).eval()
 
 
@@ -184,7 +184,7 @@ def store_teacher_answers(folder: Path, config: Distill, student: Student, batch
 
 
 def make_student(where: Path, teacher: Artifact, layers: int, say: Callable[[str], None]) -> None:
-    """A checkpoint at `where`, proven, that says whose layers it has. One that an earlier sitting made must be the same."""
+    """A checkpoint at `where`, proven, that says whose layers it has. One that an earlier session made must be the same."""
     kept = kept_layers(teacher.config.depth, layers)
     made = {"made_of": {"weights": teacher.digest, "path": str(teacher.path.resolve()), "layers": kept}}
     if where.exists():

@@ -31,7 +31,7 @@ def forward_operations(config: ModelConfig, length: int) -> float:
 
 
 def _share(config: ModelConfig, name: str) -> float:
-    """Of a matrix that a token meets."""
+    """Share of a matrix that a token is multiplied with: 1, or the active share of experts."""
     experts = re.fullmatch(r"blocks\.(\d+)\.mlp\.(up|down)\.weight", name)
     if config.experts is None or experts is None or not config.mixture_at(int(experts[1])):
         return 1.0
@@ -39,7 +39,8 @@ def _share(config: ModelConfig, name: str) -> float:
 
 
 def step_operations(plan: MemoryPlan, tokens: int) -> float:
-    """There and back. What is frozen needs no gradient of its own; activations that are made again cost another way there."""
+    """Operations of a step, forward and backward. What is frozen needs no gradient of its own; activations that are recomputed cost another
+    forward pass."""
     adapter = plan.work.lora_r or plan.model.rank
     passes = (2 if adapter else 3) + plan.work.checkpointing
     return tokens * passes * forward_operations(plan.model.config, plan.work.length)

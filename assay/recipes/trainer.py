@@ -123,11 +123,11 @@ class Trainer:
         self.accumulate = self.sharded or accumulate_together(world, run.config.shards, self.model, objective, self.device)
         self.scaling = ScaledAccumulate(self.accumulate) if self.model.compute_dtype == torch.float16 else None
         self.accumulate = self.scaling or self.accumulate
-        self._scale_state: dict[str, Any] | None = None  # where the sitting begins
+        self._scale_state: dict[str, Any] | None = None  # where the session begins
         self.replay = StepReplay(run.config.replay_steps, self.accumulate, self.model, objective, micro)
         self._frozen_in_parts: list[Mapping[str, int]] = []
         self._shares = 0
-        self.start = self.done = 0  # steps taken before this sitting, and in all
+        self.start = self.done = 0  # steps taken before this session, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self.pace, self._looped = SavePace(), False
         self._saved_at = 0.0  # seconds of the run
@@ -195,7 +195,7 @@ class Trainer:
             return loss_gradients(self.model, lambda: self.accumulate(self.model, self.objective, batch, *whole).loss, backward=False)
 
     def check_precision(self, batch: Batch, found: Gradients, *others: Transformer) -> list[Verdict]:
-        """Where the run computes in less than fp32: check that its loss and gradients on a batch are close to fp32's."""
+        """Check, where the run computes in less than fp32, that its loss and gradients on a batch are close to fp32's."""
         rounded = self.model.compute_dtype not in (None, torch.float32)
         return [check_precision(self.model, self.objective, batch, found, *others)] if rounded else []
 
@@ -205,7 +205,7 @@ class Trainer:
                 *check_coded_moments(self.optimizer), *check_processes(self.accumulate)]
 
     def check_world(self, batch: Batch, compute: torch.dtype | None = None) -> list[Verdict]:
-        """Where several processes compute, or a step is cut into shards: check that they compute what one process computes on a batch.
+        """Check, where several processes compute, or a step is cut into shards, that they compute what one process computes on a batch.
         `compute` is the dtype of the comparison, for gradients that are sums of cancelling terms, in which rounding would dominate.
 
         With FSDP the model is whole until here and sharded from here on; `weights` then reads process 0's copy in host memory.
@@ -287,14 +287,14 @@ class Trainer:
             self._keep_step()
 
     def _replayed(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
-        """With --replay-steps: before such a step, one micro-batch of it is computed twice."""
+        """Batches, with one micro-batch computed twice before every --replay-steps step."""
         for step, batch in enumerate(batches, self.done):
             if self.replay.due(step):
                 self.run.judge_often(Event.STEP, [self.replay.check(step, batch)])
             yield batch
 
     def _compared(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
-        """With several processes: every --replica-steps they say what they hold, before the next step is computed with it."""
+        """Batches; every --replica-steps the processes compare what they hold, before the next step is computed with it."""
         every = self.run.config.replica_steps
         for step, batch in enumerate(batches, self.done):
             if every and step % every == 0 and step > self.start and (found := self._check_agreement()):
@@ -307,7 +307,7 @@ class Trainer:
         return check_ranks(self.sharded.said_by_all(), self._frozen_in_parts, self.done + self.steps_before)
 
     def _keep_step(self) -> None:
-        """Where it is one that the witness replays: its record is written."""
+        """Write the record of a step that the witness replays."""
         self.records.end_step(self._unkept)
         self._unkept = None
 
@@ -389,13 +389,14 @@ class Trainer:
                 self._account.begin()
 
     def _check_frozen(self) -> list[Verdict]:
-        """Where parameters are sharded, each process looks at its own rows, and all say what step they took."""
+        """Check that frozen tensors kept their bits. Where parameters are sharded, each process looks at its own rows, and all say what
+        step they took."""
         if self.sharded is None:
             return [self._account.check_frozen()]
         return check_ranks(self.sharded.said_by_all(), self._frozen_in_parts, self.done + self.steps_before)
 
     def scored_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model holds the weights that are evaluated: their moving average, where there is one."""
+        """Context in which the model holds the weights that are evaluated: their moving average, where there is one."""
         return contextlib.nullcontext() if self.ema is None else self.ema.swapped()
 
     # ---------------------------------------------------------------- saves
@@ -419,19 +420,21 @@ class Trainer:
         self.watch.begin()
 
     def _needless(self, best: Path | None) -> bool:
-        """Neither the best so far nor the last, in a run whose saves are paced, and too soon after the one before."""
+        """Whether a save is needless: neither the best so far nor the last, in a run whose saves are paced, and too soon after the one
+        before."""
         if not self.saves.paced or self.done <= self.schedule.multiple or best is None or self._looped:
             return False
         last = self.over() or self.done == self.saves.last
         return not last and best.name != step_folder(best.parent, self.done).name and not self.pace.due()
 
     def _checkpoint_bytes(self) -> int:
-        """Of weights and moments in fp32, and their average where there is one."""
+        """Bytes of weights and moments in fp32, and of their average where there is one."""
         trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         return (12 if self.ema is None else 16) * trained
 
     def _require_disk(self) -> None:
-        """What the run will need at its fullest: the newest two checkpoints, the best and one that is being written, and RUN/model."""
+        """Require disk space for the run at its fullest: the newest two checkpoints, the best and one that is being written, and
+        RUN/model."""
         merged = not isinstance(self.weights, AdapterModel) or writes_merged(self.run.config, self.weights.base.path)
         each, model = self._checkpoint_bytes(), 4 * parameter_count(self.model) * merged
         steps = self.schedule.stop_at
@@ -459,7 +462,8 @@ class Trainer:
         return 1 if self.sharded is None else self.sharded.world.size
 
     def _shared_contents(self, facts: Mapping[str, Any], lineage: Lineage) -> Contents:
-        """Of sharded parameters, in memory of its own: every process writes what it owns. An adapter is small, and process 0's alone."""
+        """Checkpoint contents of sharded parameters, in memory of its own: every process writes what it owns. An adapter is small, and
+        process 0's alone."""
         assert self.sharded is not None
         self.sharded.refresh()
         if isinstance(self.weights, AdapterModel):
@@ -469,7 +473,7 @@ class Trainer:
         return dataclasses.replace(self._contents(facts, lineage, {}), weights=weights, optimizer=state, shared=shared)
 
     def state_now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What is trained, under the model's own names, and the optimizer's moments, whole wherever they lie."""
+        """Trained weights, under the model's own names, and the optimizer's moments, whole wherever they lie."""
         if self.sharded is not None:
             self.sharded.refresh()
         if self.sharded is not None and self.sharded.never_whole:
@@ -478,7 +482,7 @@ class Trainer:
         return trained, split_ema_state(self._state())[0]
 
     def _state(self) -> dict[str, Tensor]:
-        """What a checkpoint's optimizer file holds, live."""
+        """Live contents of a checkpoint's optimizer file."""
         if self.sharded is not None and self.sharded.parts:
             return self.sharded.gather_state()
         moments = state_tensors(self.optimizer, dict(self.model.named_parameters()))
@@ -500,8 +504,8 @@ class Trainer:
         return any(parameter.dtype == torch.bfloat16 for parameter in self.weights.model.parameters() if parameter.requires_grad)
 
     def end_loop(self) -> None:
-        """Whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine: the memory of the
-        loop's activations is given back before the proofs ask what is free."""
+        """End the loop, whatever ended it: the last values are judged. What is saved from here on is proven with more of the machine: the
+        memory of the loop's activations is given back before the proofs ask what is free."""
         self.watch.begin()
         self._looped = True
         self._write(self.watch.read())

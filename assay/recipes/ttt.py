@@ -141,7 +141,7 @@ class Notes:
                 self._add(one)
 
     def costs_of(self, document: int) -> NDArray[np.float32]:
-        """What its tokens cost with the patch, in nats."""
+        """Losses of a document's tokens with the patch, in nats."""
         return np.concatenate(self._costs[document])
 
     def _add(self, scored: ChunkScored) -> None:
@@ -313,7 +313,7 @@ def bits(losses: NDArray[np.float32]) -> float:
 
 
 def _row(one: DocumentBegun | ChunkScored | AdapterUpdated) -> dict[str, Any]:
-    """As the ledger of scores holds it."""
+    """Row of the score ledger."""
     if not isinstance(one, ChunkScored):
         return asdict(one)
     facts = {name: value for name, value in vars(one).items() if name != "losses"}

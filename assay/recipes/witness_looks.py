@@ -1,4 +1,4 @@
-"""Witness of GRPO's evaluations: a few answers of every evaluation during the run, and of the gain at its end, are kept for the witness.
+"""Witness records of GRPO's evaluations: a few answers of every evaluation during the run, and of the gain at its end.
 
 What was evaluated at a step lies in that step's checkpoint, with whose proof the witness looks at it (assay/witness/due_looks.py).
 """
@@ -28,7 +28,7 @@ MOST_LOOK_PARAMETERS = {"cpu": 2e9, "cuda": 16e9}  # of a model that is opened o
 
 
 class LookRecords:
-    """Of one run. `rewards` know how far apart two answers about one completion may be."""
+    """Witness records of one run's evaluations. `rewards` know how far apart two answers about one completion may be."""
 
     def __init__(self, run: Run, start: StartingModel, device: str, rewards: Any):
         self.run, self.start, self.device, self.rewards = run, start, device, rewards
@@ -42,7 +42,7 @@ class LookRecords:
         self._keep(f"{step:06d}", found, asked, sampling, *where, whole=False)
 
     def ask_of_gain(self, answered: Mapping[str, Answered], model: Path, asked: Sequence[Prompt], sampling: Sampling) -> list[Verdict]:
-        """What the parent and what is handed over answered to every held-out prompt: kept, and looked at now."""
+        """Keep what the parent and the handed-over model answered to every held-out prompt, and let the witness judge it now."""
         if not self.keeps:
             return []
         if why := next((why for found in answered.values() if (why := self._left_out(found)) is not None), None):

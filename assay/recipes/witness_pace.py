@@ -1,4 +1,4 @@
-"""Pace of the witness: how much of a run's time replays may take. The first step of a sitting is always replayed; others as they fit."""
+"""Pace of the witness: how much of a run's time replays may take. The first step of a session is always replayed; others as they fit."""
 
 import json
 import time
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from assay.witness.replay import SAID
 
-WITNESS_SHARE = 0.02  # of the time that the sitting has taken so far: what all replays together may take beside it
+WITNESS_SHARE = 0.02  # of the time that the session has taken so far: what all replays together may take beside it
 FREE_SECONDS = 10.0  # that they may always take: of a small model a replay is a second
 REPLAY_SPEED = {"cpu": 2e10, "cuda": 2e13}  # operations a second, as long as no replay of the run has been timed
 
 
 class WitnessPace:
-    """Says whether one more step may be kept, by what the replays of this sitting took."""
+    """Pace of the witness: says whether one more step may be kept, by what the replays of this session took."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._began, self.kept = now, now(), list[Path]()
@@ -30,6 +30,6 @@ class WitnessPace:
 
 
 def replay_seconds(record: Path) -> float | None:
-    """Of a record that has been replayed."""
+    """Seconds that the replay of a record took; None where it has not been replayed."""
     said = record / SAID
     return json.loads(said.read_text())["evidence"].get("seconds") if said.is_file() else None

@@ -1,6 +1,6 @@
 """Witness records: the state before and after a few optimizer steps, kept beside the run for the witness to replay.
 
-Kept are the first step of each sitting, the last, and a few that the seed draws between them; of a large model on a GPU, whose state is
+Kept are the first step of each session, the last, and a few that the seed draws between them; of a large model on a GPU, whose state is
 gigabytes, the first and one that is drawn. The proof of the next checkpoint replays what is kept, in its fresh process and on the run's
 device (assay/witness/replay.py). What is not replayed is said, and why.
 """
@@ -103,13 +103,13 @@ class WitnessRecords:
         return where
 
     def _say_left_out(self, number: int, why: str) -> None:
-        """Beside the records of the others, for the hallmark."""
+        """Record that a step was not replayed, beside the records of the others, for the hallmark."""
         where = self._empty_folder(number)
         said = unproven("witness", f"{where.name} was not replayed: {why}", optional=True)
         durable.replace_file(where / SAID, json.dumps(said.to_json()).encode())
 
     def _seconds(self) -> float:
-        """That a replay will take, as far as its operations tell: in double precision and once more in the run's."""
+        """Seconds that a replay will take, as far as its operations tell: in double precision and once more in the run's."""
         return 12.0 * self._tokens * parameter_count(self.trainer.model) / REPLAY_SPEED["cuda" if self.on_gpu else "cpu"]
 
     def _bytes(self) -> int:
@@ -132,7 +132,7 @@ class WitnessRecords:
                 "rollout": self.rollout}
 
     def _state(self) -> dict[str, Tensor]:
-        """What is trained and the optimizer's moments, in memory of their own: on the GPU where there is room, else on the CPU."""
+        """Trained weights and the optimizer's moments, in memory of their own: on the GPU where there is room, else on the CPU."""
         trained, state = self.trainer.state_now()
         weights = {f"weights/{name}": p for name, p in trained.items()}
         moments = {f"state/{name}": tensor for name, tensor in state.items()}
@@ -154,7 +154,7 @@ def local_copies(config: Any) -> dict[str, Any]:
 
 def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], facts: dict[str, Any],
            copied: torch.cuda.Event | None) -> None:
-    """Whole when `record.json` is there. On a GPU once the copies are made."""
+    """Write a record, which is whole when `record.json` is there. On a GPU once the copies are made."""
     with beside_the_loop(copied):
         for state, name in ((before, BEFORE), (after, AFTER)):
             save_file({key: tensor.cpu() for key, tensor in state.items()}, where / name)

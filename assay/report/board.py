@@ -41,7 +41,7 @@ def board(folder: Path) -> list[RunRow]:
 
 
 def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
-    """What lies inside of a run is looked through too: `assay seeds` keeps a run per seed. Links are not followed."""
+    """Find the runs in a folder, also inside of a run: `assay seeds` keeps a run per seed. Links are not followed."""
     if is_run(folder):
         yield folder
     if depth == _DEEPEST or not folder.is_dir():
@@ -77,7 +77,7 @@ def run_row(record: RunRecord, name: str, *, running: bool) -> RunRow:
 
 
 def parent_of(record: RunRecord) -> str | None:
-    """By the newest manifest, with the digest of its weights; before there is one, what the options name."""
+    """Parent of a run by the newest manifest, with the digest of its weights; before there is one, what the options name."""
     facts = newest_manifest(record.folder).get("facts", {})
     found = facts.get("parent") or facts.get("base")
     if isinstance(found, dict) and {"path", "weights"} <= found.keys():

@@ -63,7 +63,7 @@ def board_application(runs: LiveRuns, token: str | None = None, *, loopback: boo
 
 
 def board_server(runs: LiveRuns, token: str | None = None, *, loopback: bool = True) -> "uvicorn.Server":
-    """To be run on a bound socket. Told to stop, it ends the pages' streams first, so that nothing is cut off."""
+    """Web server of the board, to be run on a bound socket. Told to stop, it ends the pages' streams first, so that nothing is cut off."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -152,7 +152,7 @@ class BoardPages:
         return _json(run.details(self.runs.parent_of(run)))
 
     def curves(self, request: "Request") -> "Response":
-        """By metric, of each run that has it; of a run that is gone nothing."""
+        """Curves by metric, of each run that has it; of a run that is gone nothing."""
         found: dict[str, list[dict[str, Any]]] = {}
         for id in request.query_params.getlist("run")[:MOST_OVERLAID]:
             run = self.runs.runs.get(id)

@@ -98,7 +98,7 @@ def charts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Chart], list[Chart],
 
 
 def charts_json(rows: Sequence[Mapping[str, Any]]) -> Markup:
-    """What the page's script draws, in the order of the figures. No name of a metric can end the script element it stands in."""
+    """Data of the page's charts as JSON, in the order of the figures. No name of a metric can end the script element it stands in."""
     main, more, _ = charts(rows)
     drawn = [[_drawn(curve) for curve in chart.curves] for chart in [*main, *more]]
     text = json.dumps(drawn, sort_keys=True, allow_nan=False, separators=(",", ":"))

@@ -90,7 +90,7 @@ def proofs_section(record: RunRecord, saved: Sequence[SavedCheckpoint]) -> list[
 
 
 def not_checked(record: RunRecord, saved: Sequence[SavedCheckpoint], missing: Sequence[str]) -> list[tuple[str, str]]:
-    """What a reader might take for granted: checks that did not run or did not decide, and parts that are not on record."""
+    """Gaps that a reader might overlook: checks that did not run or did not decide, and parts that are not on record."""
     open_ = [one for one in findings(record.events) if one.verdict.outcome is Outcome.UNPROVEN]
     proven = {event.get("checkpoint") for event in record.of_kind(Event.PROOF)} | {one.name for one in saved if one.mark != "unproven"}
     unproven = list(dict.fromkeys(str(event.get("checkpoint")) for event in record.of_kind(Event.SAVE)

@@ -17,7 +17,8 @@ MOST_BUCKETS = 600  # points of one curve
 
 
 class GrowingLines:
-    """Whole JSON lines of a file that is being written; one that became shorter, or another file, is read from its beginning."""
+    """JSON lines of a file that is being written, whole ones alone; a file that became shorter, or another file, is read from its
+    beginning."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -79,7 +80,7 @@ class Bucket:
 
 @dataclass
 class GrowingCurve:
-    """At most `MOST_BUCKETS` points: when there are more, two neighbours become one, and from then on so do the new ones."""
+    """Curve of at most `MOST_BUCKETS` points: when there are more, two neighbours become one, and from then on so do the new ones."""
 
     size: int = 1  # points in a bucket
     buckets: list[Bucket] = field(default_factory=list)
@@ -135,7 +136,7 @@ class GrowingMetrics:
         return self.lines.offset != before
 
     def known(self) -> Lines:
-        """What a run's row is told from: the evaluations, and the last row."""
+        """Lines that a run's row on the board is made from: the evaluations, and the last row."""
         rows = [*self.evaluated, *([self.newest] if self.newest else [])]
         left_out = self.lines.left_out
         return Lines(rows, None, [f"{left_out} lines of {self.lines.path.name} are no JSON objects and were left out"] if left_out else [])

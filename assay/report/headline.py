@@ -22,7 +22,7 @@ TEACHER = {Outcome.PROVEN: "nearer to the teacher", Outcome.UNPROVEN: "not shown
 
 @dataclass(frozen=True)
 class Purpose:
-    """What the run was for, and whether that was reached: PROVEN, REFUTED, or UNPROVEN (not shown)."""
+    """Purpose of a run, and whether it was reached: PROVEN, REFUTED, or UNPROVEN (not shown)."""
 
     outcome: Outcome
     sentence: str
@@ -55,7 +55,8 @@ def artifact_status(record: RunRecord) -> RunStatus:
 
 
 def purpose_of(record: RunRecord) -> Purpose | None:
-    """By the verdict on the run's result where the recipe gives one, else by held-out losses, document by document."""
+    """Whether a run reached its purpose: by the verdict on its result where the recipe gives one, else by held-out losses, document by
+    document."""
     results = last_results(record)
     verdicts = {verdict.check: verdict for event in results for verdict in verdicts_of(event)}
     if gain := verdicts.get("gain"):
@@ -91,7 +92,8 @@ def _against_interval(gain: Verdict, low: float, high: float) -> str:
 
 
 def _nearer(fell: Mapping[str, Any]) -> Purpose | None:
-    """By the share of its divergence from the teacher that a student lost; None where its interval is not on record."""
+    """Purpose of a distillation: by the share of its divergence from the teacher that the student lost; None where its interval is not on
+    record."""
     low, high = finite_number(fell.get("low")), finite_number(fell.get("high"))
     if low is None or high is None or (change := _interval(fell.get("mean"), low, high)) is None:
         return None
@@ -118,7 +120,8 @@ def _loss(record: RunRecord, handed_over: Mapping[str, Any]) -> Purpose:
 
 
 def _weighed(losses: Sequence[float], tokens: object) -> Sequence[float]:
-    """So that their mean is the loss over all tokens, which the run printed and chose by; as they are where no counts are on record."""
+    """Document losses weighted so that their mean is the loss over all tokens, which the run printed and chose by; as they are where no
+    counts are on record."""
     if not isinstance(tokens, list) or not _numbers(tokens) or len(tokens) != len(losses) or not sum(tokens) > 0:
         return losses
     return [loss * count * len(tokens) / sum(tokens) for loss, count in zip(losses, tokens, strict=True)]

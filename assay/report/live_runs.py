@@ -42,7 +42,7 @@ class LiveRun:
         self.asked_to_stop: int | None = None  # the process that was asked
 
     def look(self, locks: dict[str, int]) -> None:
-        """Reads on; what has not changed is not read again."""
+        """Read on; what has not changed is not read again."""
         grown, writer, stamp = self.metrics.read_on(), writer_of(self.folder, locks), _stamp(self.folder / LEDGER)
         if not grown and self.row is not None and (writer, stamp) == (self._writer, self._ledger):
             return
@@ -66,12 +66,12 @@ class LiveRun:
                 "left": self._left(), **told}
 
     def _left(self) -> list[str]:
-        """Of a run that is over nothing is left to spend."""
+        """Budget that is left; a run that is over has nothing left to spend."""
         going_on = self.row is not None and self.row.state in ("running", "no end on record", "interrupted")
         return budget_left(self.record.config, self.metrics.newest) if going_on and self.record is not None else []
 
     def stop(self) -> int:
-        """Once: a second signal would end it without a save."""
+        """Stop a run, once: a second signal would end it without a save."""
         if self.asked_to_stop is not None and self.asked_to_stop == writer_of(self.folder, ledger_locks()):
             raise UsageError(f"{self.name} was asked to stop already; it saves first")
         self.asked_to_stop = stop_after_save(self.folder)
@@ -93,7 +93,7 @@ class LiveRun:
 
 
 class LiveRuns:
-    """All runs under the named folders, kept up to date by `watch` in a thread of its own."""
+    """Runs under the named folders, kept up to date by `watch` in a thread of its own."""
 
     def __init__(self, folders: Sequence[Path]):
         self.folders = [folder.resolve() for folder in folders]
@@ -155,7 +155,7 @@ class LiveRuns:
 
 
 def budget_left(config: dict[str, Any], newest: dict[str, Any]) -> list[str]:
-    """What is left of steps, minutes and tokens, where the options name a bound and a row says how far it is."""
+    """Steps, minutes and tokens that are left, where the options name a bound and a row says how far it is."""
     step, seconds, tokens = newest.get("step"), finite_number(newest.get("seconds")), finite_number(newest.get("num_tokens"))
     taken = {"max_steps": (None if not isinstance(step, int) else step + 1, "steps"),
              "minutes": (None if seconds is None else seconds / 60, "minutes"), "tokens": (tokens, "tokens")}
@@ -186,7 +186,7 @@ def gpu_readings() -> list[dict[str, Any]] | None:
 
 
 def newest_lines(path: Path) -> Lines:
-    """Of a long file its last megabyte; the line that is cut in two is left out."""
+    """Last lines of a file, of a long one its last megabyte; the line that is cut in two is left out."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -19,12 +19,12 @@ def markdown_text(value: Any) -> str:
 
 
 def code(value: Any) -> str:
-    """Within a line, as a digest or a path is shown."""
+    """Code span within a line, as a digest or a path is shown."""
     return f"`{' '.join(visible(value).split()).replace('`', chr(39)).replace('|', chr(0xA6))}`"
 
 
 def code_block(text: str, language: str = "") -> str:
-    """Between fences that are longer than any in the text."""
+    """Code block between fences that are longer than any in the text."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{visible_lines(text)}\n{fence}"
 
@@ -34,7 +34,7 @@ def visible_lines(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of cells that are Markdown already."""
+    """Markdown table of cells that are Markdown already."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -45,7 +45,7 @@ def verdict_table(verdicts: Iterable[Verdict]) -> str:
 
 
 def append_summary(path: str, text: str) -> None:
-    """After what is there: GitHub collects the summaries of a job's commands in one file."""
+    """Append to a summary file: GitHub collects the summaries of a job's commands in one file."""
     try:
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{text}\n\n")

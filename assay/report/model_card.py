@@ -35,7 +35,7 @@ class CardEvaluation:
 
 @dataclass(frozen=True)
 class CardSource:
-    """All that a card is made of. `record` is None where no run lies beside the weights and none was named."""
+    """Sources of a model card. `record` is None where no run lies beside the weights and none was named."""
 
     name: str
     checkpoint: Checkpoint
@@ -61,7 +61,7 @@ def find_run(checkpoint: Checkpoint, named: Path | None = None) -> RunRecord | N
 
 
 def read_card_evaluation(folder: Path, checkpoint: Checkpoint) -> CardEvaluation:
-    """Of these weights, with the scores that it was computed from, or refused."""
+    """Read an evaluation of these weights, with the scores that it was computed from; any other is refused."""
     summary = read_json(folder / "eval.json", _EVALUATION, error=DataError)
     if summary["checkpoint"].split("+")[0] != (weights := recorded_digest(checkpoint.manifest)):
         raise DataError(f"{folder}: evaluates the weights {summary['checkpoint'][:12]}…, and {checkpoint.folder} holds {weights[:12]}…; "
@@ -106,7 +106,7 @@ def _about(source: CardSource) -> Iterator[str]:
 
 
 def _ancestry(source: CardSource, saved: Sequence[SavedCheckpoint]) -> Iterator[str]:
-    """From these weights back through the run's own checkpoints to what it began with."""
+    """Table of ancestors, from these weights back through the run's own checkpoints to what it began with."""
     facts, rows = source.checkpoint.facts, []
     if isinstance(base := facts.get("base"), dict):
         rows.append(("an adapter of", code(base["weights"]), code(PurePath(base["path"]).name)))

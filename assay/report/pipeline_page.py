@@ -25,7 +25,7 @@ _CLAIMS = {"shown better": Outcome.PROVEN, "shown worse": Outcome.REFUTED}
 
 @dataclass(frozen=True)
 class StageStory:
-    """What a stage was for and whether that was reached, where it says so; whether its artifact is proven; every verdict."""
+    """Report of one stage: its purpose and whether that was reached, where it says so; whether its artifact is proven; every verdict."""
 
     facts: Mapping[str, Any]  # as pipeline.json has them
     purpose: Verdict | None = None
@@ -49,11 +49,11 @@ class PipelineStory:
     wanted: str  # the file's own sentence
     stages: list[StageStory]
     remark: str | None = None
-    wall: float | None = None  # seconds by the clock, over all sittings
+    wall: float | None = None  # seconds by the clock, over all sessions
 
     @property
     def purposes(self) -> list[Verdict]:
-        """What the pipeline was for: its gates, and what each stage was to reach."""
+        """Purposes of the pipeline: its gates, and what each stage was to reach."""
         return [one for stage in self.stages for one in [*([stage.purpose] if stage.purpose else []), *stage.gates]]
 
     @property
@@ -69,7 +69,8 @@ def read_pipeline(out: Path) -> PipelineStory:
 
 
 def pipeline_purpose(story: PipelineStory) -> Verdict:
-    """Reached only where every stage is done, every gate holds, and every stage that has a purpose shows it."""
+    """Verdict on a pipeline's purpose: reached only where every stage is done, every gate holds, and every stage that has a purpose shows
+    it."""
     found = story.purposes
     stopped = story.stopped
     if stopped is not None:
@@ -114,7 +115,8 @@ def render_pipeline(story: PipelineStory, out: Path) -> str:
 
 
 def _time_in_words(of_stages: float, wall: float | None) -> str:
-    """By the clock; the stages' own seconds are more where some ran side by side, and less by the gates between them."""
+    """Time of the stages and by the clock; the stages' own seconds are more where some ran side by side, and less by the gates between
+    them."""
     return f"{of_stages:.1f} s of stages" + ("" if wall is None else f", {wall:.1f} s by the clock")
 
 
@@ -128,7 +130,7 @@ def _link(path: object, out: Path) -> str | None:
 
 
 def _story(facts: Mapping[str, Any]) -> StageStory:
-    """Nothing of a stage that did not end: what lies in its folder may be of an earlier sitting."""
+    """Story of a stage; nothing of one that did not end: what lies in its folder may be of an earlier session."""
     name, out = str(facts.get("name")), Path(str(facts.get("out")))
     if facts.get("state") not in ("done", "stopped at a gate", "failed"):
         return StageStory(facts)
@@ -179,7 +181,7 @@ def with_later_gate(stage: StageStory, stages: Sequence[StageStory]) -> StageSto
 
 
 def _evaluated_models(stage: StageStory, stages: Sequence[StageStory]) -> list[str | None]:
-    """Of a comparison: the models whose evaluations it compares, in order; None for one that no stage evaluated."""
+    """Models whose evaluations a comparison compares, in order; None for one that no stage evaluated."""
     if stage.facts.get("verb") != "compare":
         return []
     of_evaluations = {str(one.facts.get("out")): _option(one.facts, "eval") for one in stages if one.facts.get("verb") == "eval"}
@@ -187,7 +189,7 @@ def _evaluated_models(stage: StageStory, stages: Sequence[StageStory]) -> list[s
 
 
 def _option(facts: Mapping[str, Any], name: str) -> str | None:
-    """What follows a word of the stage's command, after an equals sign or a space."""
+    """Value that follows a word of the stage's command, after an equals sign or a space."""
     words = _words(facts)
     joined = next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), None)
     return joined or next((after for word, after in pairwise(words) if word == name), None)

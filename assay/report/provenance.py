@@ -125,8 +125,8 @@ def graph(saved: Sequence[SavedCheckpoint], parents: Sequence[SavedCheckpoint], 
 
 
 def _known(nodes: Sequence[Node], one: SavedCheckpoint, weights: str) -> int | None:
-    """Where weights stand among the nodes. The first checkpoint of a fork has its parent's digest and is not its own parent: of this
-    run's own, only the base has descendants here, and for what was handed over every checkpoint may."""
+    """Index of weights among the nodes. The first checkpoint of a fork has its parent's digest and is not its own parent: of this run's
+    own, only the base has descendants here, and for what was handed over every checkpoint may."""
     for place, node in enumerate(nodes):
         eligible = node.role != THIS_RUN or node.name == "base" or (one.name in HANDED_OVER and node.name not in HANDED_OVER)
         if eligible and node.weights == weights:

@@ -11,7 +11,7 @@ LOCKS = Path("/proc/locks")
 
 
 def ledger_locks() -> dict[str, int]:
-    """Who holds which file, device:inode → process id. Looked up, not tried: trying could get in a starting run's way."""
+    """Locks held on files, device:inode → process id. Looked up, not tried: trying could get in a starting run's way."""
     try:
         lines = LOCKS.read_text().splitlines()
     except OSError:  # no such table on this system: then it is unknown, and not said

@@ -144,7 +144,8 @@ def saved_in(run: Path) -> tuple[list[SavedCheckpoint], list[str]]:
 
 
 def newest_manifest(run: Path) -> dict[str, Any]:
-    """Of the last step, or of what was handed over without any (an edit); empty where none can be read. Loads no tensor library."""
+    """Manifest of the last step, or of what was handed over without any (an edit); empty where none can be read. Loads no tensor
+    library."""
     by_step = sorted((run / "checkpoints").glob("step-*/manifest.json"), key=lambda path: (len(path.parent.name), path.parent.name))
     places = [run / "model" / "manifest.json", *by_step]
     for place in reversed([path for path in places if path.is_file()]):
@@ -175,7 +176,7 @@ def _saved(place: Path) -> SavedCheckpoint:
 
 
 def verdicts_of(event: Mapping[str, Any]) -> list[Verdict]:
-    """As recorded. What is not written as a verdict is counted as one that proves nothing, never as success."""
+    """Verdicts of an event as recorded. What is not written as a verdict is counted as one that proves nothing, never as success."""
     found = event.get("verdicts")
     return [_verdict(entry) for entry in found] if isinstance(found, list) else []
 
@@ -188,7 +189,7 @@ def _verdict(entry: Any) -> Verdict:
 
 
 def finite_number(value: Any) -> float | None:
-    """What can be drawn or compared."""
+    """Value as a float, if it can be drawn or compared."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

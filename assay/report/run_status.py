@@ -29,7 +29,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """What was measured on held-out data after so many steps; an interval that was not recorded is unknown."""
+    """Score on held-out data after so many steps; an interval that was not recorded is unknown."""
 
     step: int
     name: str
@@ -45,7 +45,7 @@ class HeldOutScore:
 
 
 def run_status(record: RunRecord) -> RunStatus:
-    """From the ledger alone: what follows the last beginning says how that sitting ended."""
+    """Status of a run from the ledger alone: what follows the last beginning says how that session ended."""
     if record.damage:
         return RunStatus("ledger damaged", record.damage)
     if not record.events:
@@ -61,7 +61,7 @@ def run_status(record: RunRecord) -> RunStatus:
 
 
 def last_results(record: RunRecord) -> list[dict[str, Any]]:
-    """The events with which the last sitting handed something over; none of a ledger that is damaged."""
+    """The events with which the last session handed something over; none of a ledger that is damaged."""
     return [] if record.damage else [event for event in _last_sitting(record) if event["kind"] in RESULT_EVENTS]
 
 
@@ -85,7 +85,7 @@ def ended_status(given: Iterable[Verdict]) -> RunStatus:
 
 
 def steps_taken(record: RunRecord) -> int | None:
-    """Of the last row that tells of a step; None where no row does. An evaluation before step 1 stands at -1."""
+    """Number of steps taken, by the last row that tells of a step; None where no row does. An evaluation before step 1 stands at -1."""
     steps = [row["step"] + 1 for row in record.metrics.rows if isinstance(row.get("step"), int)]
     return max(steps, default=None)
 
@@ -122,7 +122,7 @@ def best_held_out(found: Sequence[HeldOutScore]) -> HeldOutScore | None:
 
 
 def held_out_summary(record: RunRecord) -> str | None:
-    """What was handed over, scored on all that is held out; before that, the best evaluation."""
+    """Score of what was handed over, on all that is held out; before that, the best evaluation."""
     for event in reversed(record.of_kind(Event.ARTIFACT, Event.HAND_OVER, Event.TTT)):
         score = event.get("score")
         if isinstance(score, dict) and all(finite_number(score.get(key)) is not None for key in ("mean", "low", "high")):

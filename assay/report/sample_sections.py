@@ -84,7 +84,8 @@ def recorded_samples(own: Lines, parents: Sequence[dict[str, Any]], edits: Mappi
 
 
 def probes_section(run: Path, events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
-    """What the proofs found in the texts of each checkpoint, and what `assay probe --history RUN --json > RUN/probe.json` did."""
+    """Report section of generation probes: what the proofs found in the texts of each checkpoint, and what `assay probe --history RUN
+    --json > RUN/probe.json` did."""
     found, wrong = read_json_or_remark(run / "probe.json")
     rows = _probed_by_proofs(events)
     if found is None and not rows:
@@ -139,7 +140,7 @@ def _said(row: Mapping[str, Any]) -> str:
 
 
 def _facts(row: Mapping[str, Any]) -> str:
-    """Everything short that was recorded with a sample."""
+    """Short facts that were recorded with a sample."""
     kept = {key: value for key, value in row.items() if key not in (*SAID, *PROMPTED) and not isinstance(value, list)}
     return cut(", ".join(f"{key} {_short(value)}" for key, value in kept.items()), 300)
 
@@ -163,7 +164,7 @@ def _reply(question: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
 
 
 def _evaluations(evaluations: Sequence[EvaluationFolder]) -> list[SampleGroup]:
-    """Those of one task and dataset stand side by side, in the order in which they were given."""
+    """Evaluations grouped by task and dataset, side by side, in the order in which they were given."""
     groups: dict[tuple[str, str], list[EvaluationFolder]] = {}
     for one in evaluations:
         groups.setdefault(one.task, []).append(one)

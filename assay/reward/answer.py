@@ -57,7 +57,7 @@ class Readings:
 
 
 def read_answer(text: str, how: Strictness = "strict", form: AnswerForm = "any") -> str | None:
-    """What the text gives as its answer, in its own words, or None. What is thought between think tags is no answer."""
+    """Answer that a text gives, in its own words, or None. What is thought between think tags is no answer."""
     spoken = _outside_thinking(text, how)
     if spoken is None:
         return None
@@ -82,7 +82,8 @@ def reading_disagreements(read: Iterable[Readings]) -> int:
 
 
 def same_answer(answer: str | None, gold: str) -> bool:
-    """Equal as numbers (12.0 is 12, 1,000 is 1000, $5 is 5, 1/2 is 0.5), or else as words, whatever their case and spacing."""
+    """Whether two answers are equal as numbers (12.0 is 12, 1,000 is 1000, $5 is 5, 1/2 is 0.5), or else as words, whatever their case and
+    spacing."""
     if answer is None or not answer.strip():
         return False
     number, wanted = read_number(answer), read_number(gold)
@@ -148,7 +149,7 @@ def _boxes(text: str) -> Iterable[Mark]:
 
 
 def _outermost(marks: list[Mark]) -> list[Mark]:
-    """Without those that stand within another: <answer>\\boxed{42}</answer> states one answer."""
+    """Marks without those that stand within another: <answer>\\boxed{42}</answer> states one answer."""
     kept: list[Mark] = []
     for mark in sorted(marks, key=lambda mark: (mark[0], -mark[1])):
         if not kept or mark[0] >= kept[-1][1]:
@@ -161,7 +162,7 @@ def _marks_left_open(text: str) -> bool:
 
 
 def _only_answer(text: str) -> str | None:
-    """Of a text without marks: all of it where it is a number or one word, or what it says at its end that the answer is."""
+    """Answer of a text without marks: all of it where it is a number or one word, or what it says at its end that the answer is."""
     whole = _unwrapped(text)
     if read_number(whole) is not None or re.fullmatch(r"[^\W\d]+\.?", whole):
         return whole
@@ -172,7 +173,7 @@ def _only_answer(text: str) -> str | None:
 
 
 def _outside_thinking(text: str, how: Strictness) -> str | None:
-    """What is not between think tags, of which the prompt may have opened the first; None, read strictly, where they do not match."""
+    """Text outside think tags, of which the prompt may have opened the first; None, read strictly, where they do not match."""
     if how not in ("strict", "lenient"):
         raise UsageError(f"an answer is read 'strict' or 'lenient', not {how!r}")
     if "<think>" not in text.partition("</think>")[0] and "</think>" in text:

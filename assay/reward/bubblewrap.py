@@ -17,7 +17,8 @@ NOBODY = 65534
 
 
 def bwrap_arguments(disk_bytes: int, *, as_root: bool) -> list[str]:
-    """As root we keep the right to become somebody else, and sandbox_process.py uses it; anyone else gets a user namespace.
+    """Arguments of bwrap. As root we keep the right to become somebody else, and sandbox_process.py uses it; anyone else gets a user
+    namespace.
 
     Root in a user namespace would still be root to the kernel where it counts processes, and exempt from RLIMIT_NPROC.
     """
@@ -83,7 +84,7 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def filter_program(machine: str | None = None) -> bytes | None:
-    """What bwrap's --seccomp reads; None on a machine whose numbers we do not know."""
+    """Seccomp filter for bwrap's --seccomp; None on a machine whose numbers we do not know."""
     if (machine or platform.machine()) not in MACHINES:
         return None
     architecture, denied, special = MACHINES[machine or platform.machine()]

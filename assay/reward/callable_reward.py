@@ -80,7 +80,7 @@ def _source(function: types.FunctionType, reward: str) -> str:
 
 
 def _global_names(code: types.CodeType) -> list[str]:
-    """Of a function and of those inside it."""
+    """Global names used by a function and by those inside it."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _global_names(constant)]
     return [*code.co_names, *inner]
 

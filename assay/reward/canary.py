@@ -47,7 +47,7 @@ def _stating(row: Mapping[str, Any], stated: str, style: AnswerStyle) -> str:
 
 
 def _wrong_answers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Two answers that are not this row's: its neighbours on the number line, or what is right elsewhere."""
+    """Wrong answers, two of them: neighbours of this row's on the number line, or what is right elsewhere."""
     right = gold_answer(row)
     number = read_number(right)
     if number is not None:

@@ -52,7 +52,7 @@ def _compiled(pieces: list[str], pattern: str) -> str:
 
 
 def _translated(piece: str, within: bool, pattern: str) -> tuple[str, str, bool]:
-    """What a piece is in Python, the part of it that was used, and whether a character class is open after it."""
+    """Piece of an ECMA pattern in Python, the part of it that was used, and whether a character class is open after it."""
     if piece[0] == "\\":
         return _escape(piece, within, pattern), piece, within
     if within:
@@ -94,6 +94,6 @@ def _members(ranges: list[tuple[int, int]]) -> str:
 
 
 def _others(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """All characters that are in none of the ranges, which are in order."""
+    """Ranges of all characters that are in none of the given ranges, which are in order."""
     edges = [-1, *(edge for pair in ranges for edge in pair), 0x110000]
     return [(last + 1, first - 1) for last, first in zip(edges[::2], edges[1::2], strict=True) if last + 1 <= first - 1]

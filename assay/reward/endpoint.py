@@ -41,7 +41,7 @@ Post = Callable[[dict[str, Any]], HttpReply]
 
 
 class Unreachable(AssayError):
-    """No reply came: refused, cut off, or too slow."""
+    """Error of an endpoint from which no reply came: refused, cut off, or too slow."""
 
 
 class Unreadable(ValueError):
@@ -80,7 +80,7 @@ class Unanswered(AssayError):
 
 def endpoint_from_environment(base_url: str = "", model: str = "", *, key_variable: str = "OPENAI_API_KEY",
                               seconds: float = 120.0) -> Endpoint:
-    """What was given, else OPENAI_BASE_URL and OPENAI_MODEL; the key only ever from the environment."""
+    """Endpoint as given, else from OPENAI_BASE_URL and OPENAI_MODEL; the key only ever from the environment."""
     base_url, model = base_url or os.environ.get("OPENAI_BASE_URL", ""), model or os.environ.get("OPENAI_MODEL", "")
     if urlsplit(base_url).scheme not in ("http", "https") or not model:
         raise UsageError(f"judge: expected an http(s) base URL and a model, found {base_url!r} and {model!r}; give them, or set "

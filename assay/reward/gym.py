@@ -30,7 +30,7 @@ def gym_problems(dataset: str, count: int, *, seed: int) -> list[dict[str, Any]]
 
 
 def gym_score(row: Mapping[str, Any], answer: str) -> float:
-    """By the dataset's own scorer, on the problem that the row names."""
+    """Score by the dataset's own scorer, on the problem that the row names."""
     origin = row.get("gym")
     if not isinstance(origin, Mapping) or origin.keys() != {"dataset", "seed", "size", "number"}:
         raise DataError(f"the row names no problem of reasoning-gym in column 'gym': found {origin!r}; make rows with assay data gym")

@@ -99,7 +99,7 @@ def is_plain_hostname(text: str) -> bool:
 
 
 def is_one_direction(text: str) -> bool:
-    """Where one label is written from right to left, every label keeps RFC 5893's rule; a name ends in no dot."""
+    """Whether a name keeps RFC 5893's rule: where one label is written from right to left, every label keeps it; a name ends in no dot."""
     import idna
 
     labels = re.split("[.\u3002\uff0e\uff61]", text)

@@ -84,7 +84,7 @@ class Judged:
 
 
 class Judge:
-    """Remembers what waits, what was paid, and how often each group was asked about."""
+    """LLM judge of groups; it knows what waits, what was paid, and how often each group was asked about."""
 
     def __init__(self, post: Post, *, seed: int = 0, rubric: str = RUBRIC, tries: int = 4, concurrency: int = 4, repeat: float = 0.1,
                  sleep: Callable[[float], None] = time.sleep, settings: dict[str, Any] | None = None) -> None:
@@ -182,7 +182,7 @@ def shared_and_rests(group: JudgeGroup) -> tuple[tuple[_Message, ...], list[tupl
 
 
 def page_order(count: int, seed: int, id: str, round: int) -> list[int]:
-    """Which rest stands at each place of the page: another order for every group, and never that of the round before."""
+    """Order of the completions on the judge's page: another for every group, and never that of the round before."""
     order = list(range(count))
     random.Random(derive(seed, "order", id, round)).shuffle(order)
     if round and order == page_order(count, seed, id, round - 1):
@@ -204,7 +204,7 @@ def judge_page(rubric: str, shared: Sequence[_Message], rests: Sequence[Sequence
 
 
 def answer_schema(count: int, required: Sequence[str] = ("id", "explanation", "score")) -> dict[str, Any]:
-    """What an endpoint can enforce: names, types and ids. Range and completeness are ours to check."""
+    """JSON schema that an endpoint can enforce: names, types and ids. Range and completeness are ours to check."""
     entry = {"type": "object", "required": list(required), "additionalProperties": False, "properties": {
         "id": {"type": "string", "enum": [str(place) for place in range(1, count + 1)]},
         "explanation": {"type": "string"}, "score": {"type": "number"}}}

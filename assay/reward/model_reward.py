@@ -23,7 +23,7 @@ _UNBOUNDED = 10**9  # tokens: what is too long for the reward model is an error 
 
 
 def text_reward(path: str, prompt: str, completion: str, device: str) -> float:
-    """Of the prompt as the policy was given it, with the completion and the end of its turn."""
+    """Reward of the prompt as the policy was given it, with the completion and the end of its turn."""
     return ids_reward(path, text_ids(reward_artifact(path), prompt, completion), device)
 
 
@@ -38,7 +38,7 @@ def ids_reward(path: str, ids: Sequence[int], device: str) -> float:
 
 
 def text_ids(artifact: Artifact, prompt: str, completion: str) -> list[int]:
-    """As in training: the prompt, the completion, and the token that ends it."""
+    """Token ids of a text as in training: the prompt, the completion, and the token that ends it."""
     assert artifact.tokenizer is not None
     begin, asked = text_prefix_ids(artifact.tokenizer), artifact.tokenizer.encode(prompt)
     end = artifact.stops.turn_end if artifact.stops.turn_end is not None else artifact.stops.eos
@@ -55,7 +55,7 @@ def read_by_reward_model(path: str, said: Sequence[tuple[AskedPrompt, str]]) -> 
 
 
 def reading_ids(path: str, said: Sequence[tuple[AskedPrompt, str]]) -> list[list[int] | str]:
-    """Of each, the ids that the reward model reads; or why its template does not write it."""
+    """Token ids that the reward model reads for each prompt and completion; or why its template does not render it."""
     try:
         read = read_by_reward_model(path, [(asked, completion if completion.strip() else STAND_IN) for asked, completion in said])
         return [_ids(path, example, completion) for example, (_, completion) in zip(read, said, strict=True)]
@@ -64,7 +64,8 @@ def reading_ids(path: str, said: Sequence[tuple[AskedPrompt, str]]) -> list[list
 
 
 def _ids(path: str, example: TrainingExample, completion: str) -> list[int]:
-    """What was read; of a completion that says nothing, which no training text does, its prompt and the end of a turn around it."""
+    """Token ids that were read; of a completion that says nothing, which no training text does, its prompt and the end of a turn around
+    it."""
     ids, tokenizer = example.tokens.tolist(), reward_artifact(path).tokenizer
     assert tokenizer is not None
     return ids if completion.strip() else [*ids[: example.prompt], *tokenizer.encode(completion), ids[-1]]
@@ -83,7 +84,7 @@ def _conversation(path: str, artifact: Artifact, asked: AskedPrompt, completion:
 
 @lru_cache(maxsize=2)
 def reward_artifact(path: str) -> Artifact:
-    """Refused unless it is a reward model."""
+    """Open a reward model; anything else is refused."""
     artifact = open_artifact(path)
     if artifact.tokenizer is None or REWARD_TOKEN not in artifact.tokenizer.ids:
         raise UsageError(f"--reward model:{path}: its tokenizer has no {REWARD_TOKEN}: it is no reward model; make one with assay "

@@ -44,7 +44,7 @@ class RewardSpec:
 
     @property
     def relative(self) -> bool:
-        """It compares the completions of a group; of one alone it can say nothing."""
+        """Whether the reward compares the completions of a group; of one alone it can say nothing."""
         return self.file is None and self.name in RELATIVE_REWARDS
 
     @property
@@ -54,7 +54,7 @@ class RewardSpec:
 
     @property
     def full_marks(self) -> float | None:
-        """What a right completion gets, before the weight; None where only the author of the file knows."""
+        """Reward of a right completion, before the weight; None where only the author of the file knows."""
         return FULL_MARKS[self.name] if self.file is None and not (self.relative or self.learned) else None
 
     def to_json(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def unit_tests_reward(prompt: str, completion: str, row: _Row, *, seconds: int =
 
 
 def gym_reward(prompt: str, completion: str, row: _Row, *, how: Strictness = "strict", form: AnswerForm = "tag") -> float:
-    """What reasoning-gym's own scorer gives the answer, partial marks as it has them; rows come from `assay data gym`."""
+    """Score by reasoning-gym's own scorer, partial marks as it has them; rows come from `assay data gym`."""
     from assay.reward.gym import gym_score
 
     said = read_answer(completion, how, form)
@@ -179,7 +179,7 @@ def gym_reward(prompt: str, completion: str, row: _Row, *, how: Strictness = "st
 
 
 def model_reward(prompt: str, completion: str, row: _Row, *, path: str, device: str = "cpu") -> float:
-    """What a reward model says: the logit of its <|reward|> at the end of the text; model:PATH is short for model[path=PATH]."""
+    """Reward of a reward model: the logit of its <|reward|> at the end of the text; model:PATH is short for model[path=PATH]."""
     from assay.reward.model_reward import text_reward
 
     return text_reward(path, prompt, completion, device)
@@ -220,7 +220,8 @@ def _parsed(spec: str) -> RewardSpec:
 
 
 def _require_defined(spec: str, file: Path, function: str) -> None:
-    """As far as its text tells: the file is run in the workers alone, once there is something to score."""
+    """Require that the file defines the function, as far as its text tells: the file is run in the workers alone, once there is something
+    to score."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
     except (SyntaxError, ValueError) as error:

@@ -38,7 +38,7 @@ UNUSED_UIDS = 1 << 30  # as root, every sandbox gets a user of its own above thi
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox. `seconds` are of CPU time; on a busy machine a right program gets `wall_seconds` to use them."""
+    """Resource limits of one sandbox. `seconds` are of CPU time; on a busy machine a right program gets `wall_seconds` to use them."""
 
     seconds: int = 5
     wall_seconds: float = 15.0
@@ -180,7 +180,7 @@ class Sandbox:
         return b"".join(self.pieces[channel]).decode(errors="replace")
 
     def end(self) -> None:
-        """Its first process is killed; the kernel then ends every other one in its PID namespace."""
+        """End the sandbox: its first process is killed; the kernel then ends every other one in its PID namespace."""
         if self.process.poll() is None:
             self.process.kill()
         self.status = self.process.wait()
@@ -190,7 +190,7 @@ class Sandbox:
 
 
 def watched(boxes: list[Sandbox], limits: Limits) -> Literal["timeout", "flooded"] | None:
-    """Reads what the boxes write until the first of them ends, then ends them all. None: it ended by itself, in time."""
+    """Read what the boxes write until the first of them ends, then end them all. None: it ended by itself, in time."""
     first = boxes[0]
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         for box in boxes:
@@ -230,7 +230,7 @@ def _until(selector: selectors.BaseSelector, boxes: list[Sandbox], limits: Limit
 
 
 def _rest(selector: selectors.BaseSelector, boxes: list[Sandbox], limits: Limits) -> None:
-    """What was written before the end. All writers are dead or dying, so every pipe comes to its end; a pipe holds little."""
+    """Read what was written before the end. All writers are dead or dying, so every pipe comes to its end; a pipe holds little."""
     for key in list(selector.get_map().values()):
         if key.data is not None:
             box, channel = key.data

@@ -76,7 +76,7 @@ def surrender(setting: dict[str, Any]) -> None:
 
 
 def host(program: str, link: "Link") -> None:
-    """Nothing of the program runs before the examiner is ready: it could keep the machine so busy that it never is."""
+    """Host the program; nothing of it runs before the examiner is ready: it could keep the machine so busy that it never is."""
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     link.receive()
@@ -126,7 +126,7 @@ class Exam:
         self.link, self.calls = link, 0
 
     def names(self, names: list[str]) -> dict[str, Any]:
-        """What the program lacks stays undefined: the test that needs it fails with a NameError."""
+        """Names of the program for the tests. What the program lacks stays undefined: the test that needs it fails with a NameError."""
         found = {}
         for name in names:
             try:
@@ -197,7 +197,7 @@ class Link:
             raise Ended("the program ended before it was asked") from None
 
     def receive(self) -> Any:
-        """None where the other side is gone."""
+        """Receive a message; None where the other side is gone."""
         line = self.reading.readline(_LINE + 1)
         if not line.endswith(b"\n"):
             return None
@@ -208,7 +208,7 @@ class Link:
 
 
 def carried(value: Any) -> Any:
-    """What the tests hand over: plain data and what came from the program; nothing of theirs stays reachable."""
+    """Value that the tests hand over: plain data and what came from the program; nothing of theirs stays reachable."""
     def refused(other: Any) -> Any:
         if isinstance(other, Remote):
             return ["kept", other._handle()]
@@ -218,7 +218,7 @@ def carried(value: Any) -> Any:
 
 
 def _plain(value: Any, kept: list[Any]) -> Any:
-    """What the program answers: data as data, anything else as a number under which it is kept."""
+    """Answer of the program: data as data, anything else as a number under which it is kept."""
     def keep(other: Any) -> Any:
         kept.append(other)
         return ["kept", len(kept) - 1]

@@ -31,7 +31,7 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """What is asked, before any template: messages, and plain text where the row has that."""
+    """Prompt before any template: messages, and plain text where the row has that."""
 
     where: str
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -41,7 +41,7 @@ class AskedPrompt:
 
 @dataclass(frozen=True)
 class RewardItem:
-    """What is to be scored. `row` is the line of data that the prompt was made from, plain JSON. A reward model reads `asked` by its own
+    """Item to be scored. `row` is the line of data that the prompt was made from, plain JSON. A reward model reads `asked` by its own
     template, and `prompt`, which is the policy's, where that is not known."""
 
     prompt: str
@@ -84,7 +84,7 @@ class RewardWorkers:
         return [scored_item(answer, self.weights) for answer in self._answers(requests)]
 
     def _readings(self, items: Sequence[RewardItem]) -> dict[int, dict[str, Any]]:
-        """Of items whose prompt is known before any template, what each reward model reads."""
+        """Token ids that each reward model reads, for items whose prompt is known before any template."""
         known = [(number, (item.asked, item.completion)) for number, item in enumerate(items) if item.asked is not None]
         if not known or not self.learned:
             return {}
@@ -94,7 +94,7 @@ class RewardWorkers:
         return {number: {"readings": {path: read[place] for path, read in of_each.items()}} for place, (number, _) in enumerate(known)}
 
     def drill(self) -> dict[str, ScoredItem]:
-        """What comes back for rewards that are known to fail: every one must be an error."""
+        """Replies for rewards that are known to fail: every one must be an error."""
         [answer] = self._answers([_request(0, RewardItem("", "", {}), drill=True)])
         failed = {**dict.fromkeys(answer["values"]), **answer["errors"]}
         return {name: scored_item(_only(answer, name), {name: 1.0}) for name in failed}
@@ -138,7 +138,8 @@ def scored_item(answer: Mapping[str, Any], weights: Mapping[str, float]) -> Scor
 
 
 class ErrorLimit:
-    """Stops a run whose rewards fail too often: more than `share` of the last 200 items, an error of fewer than 20 counting as of 20."""
+    """Limit on reward errors: stops a run whose rewards fail too often: more than `share` of the last 200 items, an error of fewer than 20
+    counting as of 20."""
 
     def __init__(self, share: float = 0.05) -> None:
         if not 0 <= share < 1:

@@ -62,7 +62,7 @@ DRILLS: dict[str, Callable[..., Any]] = {"raises": _raising, "nan": lambda *_: m
 
 
 def _announced(rewards: list[dict[str, Any]], answers: Any) -> dict[str, Callable[..., Any]]:
-    """All functions, after the parent was told that they are there, or what kept one of them from being loaded."""
+    """Load all reward functions, and tell the parent that they are there, or what kept one of them from being loaded."""
     from assay.json_child import write_answer
     from assay.reward.reward_functions import RewardSpec
 

@@ -103,7 +103,7 @@ class EngineThread:
         return self.models[name]
 
     def retire(self, name: str) -> None:
-        """No new request; those under way finish, then its memory is free. The name is never given to other weights."""
+        """Retire a model: no new request; those under way finish, then its memory is free. The name is never given to other weights."""
         found = self.find(name)
         if found is self.first:
             raise RequestRefused(f"{name!r} is the model that the server was started with; stop the server instead", status=409,
@@ -183,7 +183,7 @@ class EngineThread:
         return future
 
     def stop(self) -> None:
-        """Ends the thread; what is still under way ends as cancelled."""
+        """Stop the thread; what is still under way ends as cancelled."""
         self.closing = True
         if self._thread.is_alive():
             self.ask(self._cancel_all)
@@ -213,7 +213,7 @@ class EngineThread:
                 self.on_failure()
 
     def _do_queued(self) -> bool:
-        """Does what is queued; waits for something to do where every engine is idle. False: the end."""
+        """Do what is queued; wait for something to do where every engine is idle. False: the end."""
         idle = all(model.engine.idle for model in self._engines)
         while idle or not self._queue.empty():
             work = self._queue.get()
@@ -267,7 +267,7 @@ class EngineThread:
             self._cancel(call)
 
     def _refuse_queued(self) -> None:
-        """At the end of the thread: nobody does what was still asked, or will be."""
+        """Refuse what is still queued at the end of the thread: nobody does what was still asked, or will be."""
         with self._queueing:
             self._ended = True
         while not self._queue.empty():

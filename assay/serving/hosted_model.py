@@ -75,7 +75,7 @@ class HostedModel:
 
     @functools.cached_property
     def forms(self) -> GrammarVocabulary:
-        """Made when a form is first asked for: a large vocabulary takes a second."""
+        """Vocabulary of grammars, made when a form is first asked for: a large vocabulary takes a second."""
         return GrammarVocabulary(self.tokenizer, vocab=self.engine.weights.model.config.vocab, stop_ids=self.engine.stop_ids)
 
     @property
@@ -125,7 +125,7 @@ def host_model(name: str, artifact: Artifact, *, slots: int, length: int, device
 
 
 def _learning_weights(config: Trained, artifact: Artifact) -> TrainedWeights:
-    """As a recipe that begins with this artifact: every weight, a fresh adapter on it, or the adapter that it is."""
+    """Weights to train, as for a recipe that begins with this artifact: every weight, a fresh adapter on it, or the adapter that it is."""
     assert artifact.tokenizer is not None, "opened() refuses a model without one"
     if config.lora_r and artifact.raw.place.kind == "gguf":
         raise UsageError(f"{artifact.path}: a GGUF file, and an adapter's base is a folder that other tools open; assay export it --to hf "
@@ -199,7 +199,7 @@ def served_probe_logits(engine: Engine) -> ProbeLogits:
 
 @dataclass(frozen=True)
 class RankedTokens:
-    """At each place of a completion: the log-probability of its token, and the likeliest tokens with theirs."""
+    """Log-probabilities at each place of a completion: that of its token, and the likeliest tokens with theirs."""
 
     chosen: tuple[float, ...]
     likeliest: tuple[tuple[tuple[int, float], ...], ...]
@@ -207,7 +207,8 @@ class RankedTokens:
 
 @torch.no_grad()
 def rank_tokens(model: Transformer, prompt: tuple[int, ...], ids: tuple[int, ...], sampling: Sampling, most: int) -> RankedTokens:
-    """Under the distribution that `sampling` says, by one pass over the whole text; a token that could not be drawn is not ranked."""
+    """Rank the tokens of a completion under the distribution that `sampling` says, by one pass over the whole text; a token that could not
+    be drawn is not ranked."""
     tokens = torch.tensor([[*prompt, *ids]], device=model.embed.weight.device)
     states_ND, targets_N = model.hidden(tokens)[0, len(prompt) - 1 : -1], tokens[0, len(prompt) :]
     chosen: list[float] = []

@@ -223,7 +223,7 @@ class ApiReply:
         return [self._piece(index, {"delta": {"role": "assistant", "content": ""}}) for index in range(self.asked.n)]
 
     def piece(self, index: int, progress: CompletionProgress) -> dict[str, Any]:
-        """What came, and with the last of it why it ended."""
+        """Chunk of a streamed reply, and with the last of it why it ended."""
         said: dict[str, Any] = {"delta": self._delta(index, progress)} if self.asked.kind == "chat" else {"text": progress.text}
         if self.asked.logprobs and progress.ids:
             said["logprobs"] = self._logprobs(progress.ids, progress.logprobs, None)
@@ -233,7 +233,7 @@ class ApiReply:
         return self._piece(index, said, reason)
 
     def _delta(self, index: int, progress: CompletionProgress) -> dict[str, Any]:
-        """With tools a turn's text comes when it is whole: until then nobody knows what of it is a call."""
+        """Streamed delta of a message. With tools a turn's text comes when it is whole: until then nobody knows what of it is a call."""
         if not self.asked.form.tools:
             return {"content": progress.text}
         if progress.completion is None:

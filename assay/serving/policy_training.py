@@ -144,7 +144,7 @@ class ServedPolicy:
         return {"id": made.id, "version": self.model.engine.version}
 
     def _forget_dropped(self) -> None:
-        """Those that can never be learned from; they were kept so that a late client is told why."""
+        """Forget trajectories that can never be learned from; they were kept so that a late client is told why."""
         for name in [each.id for each in self.trajectories.values() if each.dropped and not each.speaking]:
             del self.trajectories[name]
             self.given.pop(name, None)
@@ -195,7 +195,7 @@ class ServedPolicy:
             found.transcript.branch(messages, pieces)
 
     def end_turn(self, name: str, completion: Completion | None, message: Mapping[str, Any], address: str) -> None:
-        """What was sampled, as it was; None where it was cancelled: then the turn was never said."""
+        """End a turn with what was sampled, as it was; None where it was cancelled: then the turn was never said."""
         found = self.find(name)
         found.speaking = False
         assert found.transcript is not None
@@ -264,7 +264,8 @@ class ServedPolicy:
         return self._update(named, every, batch, verdicts)
 
     def _check_kinds(self, every: Sequence[Trajectory]) -> Verdict:
-        """Of all so far: these, those of earlier updates, and what was closed with an error and is in no group."""
+        """Check the error rate of each kind over all trajectories so far: these, those of earlier updates, and those that were closed with
+        an error and are in no group."""
         names = {each.episode for each in every}
         late = [each.finished() for each in self._left_out(names) if each.error is not None]
         played = self.played + Counter(kind_of(each) for each in (*every, *late))
@@ -288,7 +289,7 @@ class ServedPolicy:
         return {name: parameter for name, parameter in self.weights.named_parameters() if not parameter.requires_grad}
 
     def _check_base(self) -> list[Verdict]:
-        """After an update of an adapter: its base has the bits that it was opened with."""
+        """Check, after an update of an adapter, that its base has the bits that it was opened with."""
         now = tensor_checksums(self._frozen())
         if strayed := [name for name, checksum in self.frozen.items() if now.get(name) != checksum]:
             self.model.broken = f"the base of {self.model.name!r} changed in an update of its adapter ({strayed[0]}); start again"
@@ -328,7 +329,7 @@ class ServedPolicy:
         return proven("movement", f"the weights were {old[:16]} and are {new[:16]}")
 
     def _drop(self, named: Collection[str]) -> list[dict[str, Any]]:
-        """What was said under the weights before and is in no group: a row each. Its client is told when it comes back."""
+        """Drop what was said under the previous weights and is in no group: a row each. Its client is told when it comes back."""
         rows = []
         for each in self._left_out(set(named)):
             made, each.dropped = each.finished(), True

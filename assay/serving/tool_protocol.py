@@ -27,7 +27,7 @@ CALL_SYNTAX = {"hermes": ("<tool_call>\n", "arguments", "\n</tool_call>", False)
 
 @dataclass(frozen=True)
 class SpeechForm:
-    """What a chat request asks of tools and of the form of the answer."""
+    """Form that a chat request asks for: its tools and the format of the answer."""
 
     tools: tuple[dict[str, Any], ...] = ()  # shown to the model; none where tool_choice is none
     called: tuple[str, ...] = ()  # one of these must be called

@@ -101,7 +101,7 @@ def compare_losses(before: ArrayLike, after: ArrayLike, *, level: float = 0.95) 
 
 
 def paired_noise(before: ArrayLike, after: ArrayLike) -> Noise:
-    """From two evaluations of the same sequences, best as far apart as the rule will compare."""
+    """Noise of an improvement, from two evaluations of the same sequences, best as far apart as the rule will compare."""
     change = np.diff(_same_sequences([before, after]), axis=0)[0]
     return Noise(float(change.std(ddof=1)), change.size)
 
@@ -124,7 +124,7 @@ def plan_stopping(noise: Noise, min_improvement: float, *, patience: int, evalua
 
 
 def should_stop(history: Sequence[ArrayLike], rule: StoppingRule) -> Decision:
-    """Called after every evaluation with all of them so far; a stop needs evidence that the trend improves no more.
+    """Decide, after every evaluation, with all of them so far, whether to stop; a stop needs evidence that the trend improves no more.
 
     Two things blur the trend, and both are counted: which sequences were held out, and the scatter of the whole model
     from one evaluation to the next, which no number of sequences averages away. That scatter is taken as independent

@@ -281,7 +281,7 @@ def _reach(level: float, power: float) -> float:
 
 
 def _chunks(draws: int, width: int) -> list[int]:
-    """So many at a time that a chunk of signs, in float64, stays below 32 MiB."""
+    """Sizes of the chunks of draws, such that a chunk of signs, in float64, stays below 32 MiB."""
     most = max(1, (1 << 22) // width)
     return [min(most, draws - start) for start in range(0, draws, most)]
 
@@ -328,7 +328,7 @@ def _boschloo_table(of_after: int, of_before: int) -> Array:
 
 
 def _unconditional(fisher: Array, chances_RAB: Array) -> Array:
-    """For each table, the largest chance over the rates of a Fisher p-value that is not larger than its own."""
+    """Unconditional p-value of each table: the largest chance, over the rates, of a Fisher p-value that is not larger than its own."""
     flat = fisher.ravel()
     order = np.argsort(flat, kind="stable")
     cumulated = chances_RAB.reshape(len(chances_RAB), -1)[:, order].cumsum(axis=1)

@@ -217,7 +217,7 @@ def _binary(values: Array) -> bool:
 
 
 def _decimals(half_width: float) -> int:
-    """Two significant digits of the half-width, and three decimals at least where it is below 10."""
+    """Number of decimals to print: two significant digits of the half-width, and three decimals at least where it is below 10."""
     if half_width <= 0:
         return 3
     digits = 1 - math.floor(math.log10(half_width)) if math.isfinite(half_width) else 3
@@ -283,7 +283,7 @@ def _mcnemar(gained: int, lost: int) -> float:
 
 
 def _matched(ids: tuple[Sequence[Hashable], Sequence[Hashable]], after: int, before: int) -> NDArray[np.int64]:
-    """Where each example of the after side stands on the before side."""
+    """Index on the before side of each example of the after side."""
     new, old = list(ids[0]), list(ids[1])
     if (len(new), len(old)) != (after, before):
         raise DataError(f"{after} scores after and {before} before came with {len(new)} and {len(old)} ids")

@@ -137,7 +137,8 @@ OF_COUNTS: dict[str, tuple[Callable[[], Any], Any]] = {  # apart: they import sc
 
 
 def check_statistics(*, of_counts: bool = False) -> Verdict:
-    """Before anything is claimed: every interval, test and rule gives the answers that are known. `of_counts` are compared by `compare`."""
+    """Check, before anything is claimed, that every interval, test and rule gives its known answers. `of_counts` includes those that
+    `compare` uses."""
     known = KNOWN | OF_COUNTS if of_counts else KNOWN
     wrong = [words for name, (answer, due) in known.items() if (words := _wrong(name, answer, due)) is not None]
     if wrong:

@@ -45,7 +45,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Departure:
-    """From `step` on, `metric` of `seed` stayed away from the healthy seeds; `others` is their mean there."""
+    """Divergence of one seed: from `step` on, `metric` of `seed` stayed away from the healthy seeds; `others` is their mean there."""
 
     seed: int
     metric: str
@@ -193,7 +193,7 @@ def _departure_in(metric: str, seed: int, healthy: set[int], by_seed: Mapping[in
 
 
 def _away(values: Array, around: Array) -> np.ndarray:
-    """Where the values are not finite, or clearly outside the range of those around them."""
+    """Mask of values that are not finite, or clearly outside the range of those around them."""
     away = ~np.isfinite(values)
     if around.size:
         outside = np.maximum(values - around.max(axis=0), around.min(axis=0) - values)

@@ -48,7 +48,7 @@ def _evidence(bad: int, n: int, rate: float) -> float:
 
 
 def _edge(bad: int, n: int, outside: float, level: float) -> float:
-    """Where, between the observed rate and one that is excluded, exclusion begins."""
+    """Rate at which exclusion begins, between the observed rate and one that is excluded."""
     inside = bad / n
     for _ in range(60):
         middle = (inside + outside) / 2

@@ -44,7 +44,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class ArtifactPlace:
-    """Something on disk that claims to be a model. `adapter` says what the files hold; a checkpoint may hold either."""
+    """Place on disk that claims to be a model. `adapter` says what the files hold; a checkpoint may hold either."""
 
     path: Path
     format: ModelFormat
@@ -96,7 +96,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a model's tensors go as they are opened, one after the other, and those that may lie there already, under our names.
+    """Destination of a model's tensors as they are opened, one after the other, and those that may lie there already, under our names.
 
     One that is there, of the same dtype and bit for bit what the file holds, is shared: then a model that was opened anew, and
     compared in every bit with the live one, takes no memory of its own.
@@ -122,8 +122,8 @@ def straight_to(device: str, held: Mapping[str, Tensor] | None = None) -> Destin
 
 def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Destination | None = None,
                   opened: "OpenBase | None" = None, held: str | None = None) -> Artifact:
-    """There is no unverified load. `base` names an adapter's base where the adapter does not, or names one that moved. `to` takes the
-    tensors to a device as they are read; without it they stay what the file maps.
+    """Open and verify an artifact; there is no unverified load. `base` names an adapter's base where the adapter does not, or names one
+    that moved. `to` takes the tensors to a device as they are read; without it they stay what the file maps.
 
     `opened` is asked for that base: whoever opens many adapters on one base may keep it. `held` rounds a model's matrices to nf4, int8
     or bf16, and its digest is of what came of them; an adapter's base is held as its manifest says, unless `held` is "file". With `to`
@@ -225,7 +225,7 @@ def _lies_in(raw: RawArtifact, held: str) -> bool:
 
 
 def _held(raw: RawArtifact, to: Destination | None, held: str) -> Artifact:
-    """Its matrices rounded one after the other as they are read; the digest is of what the codes stand for."""
+    """Artifact with its matrices rounded one after the other as they are read; the digest is of what the codes stand for."""
     if raw.whole is not None:
         raise UsageError(f"{raw.place.path}: a base in {held} is made of a folder; write this {raw.place.kind} file as one with assay "
                          "export --to hf")
@@ -288,7 +288,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def read_artifact_stops(tokenizer: Tokenizer | None, config: dict[str, Any], generation: dict[str, Any]) -> SpecialTokens:
-    """Without a tokenizer only config and generation config speak."""
+    """Special tokens of an artifact; without a tokenizer only config and generation config speak."""
     for fields, name in itertools.product((config, generation), ("bos_token_id", "eos_token_id")):
         if not all(id is None or type(id) is int for id in _listed(fields.get(name))):
             raise ArtifactError(f"{name} is {fields[name]!r}; expected a token id, or a list of them")

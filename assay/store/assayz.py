@@ -83,7 +83,7 @@ def steps_of(step_codes: NDArray[np.uint8], unit: np.float32) -> NDArray[np.floa
 
 
 def most_bits(levels: int) -> float:
-    """Of one coded weight: the entropy of a normal one at these levels, and the 1.2 % that Huffman codes may add."""
+    """Most bits of one coded weight: the entropy of a normal one at these levels, and the 1.2 % that Huffman codes may add."""
     return 1.012 * (math.log2(levels / REACH) + 0.5 * math.log2(2 * math.pi * math.e))
 
 
@@ -156,7 +156,7 @@ def write_assayz(artifact: "Artifact", where: Path, max_bytes: int) -> SqueezeRe
 
 
 def read_assayz(path: Path) -> FileModel:
-    """What `squeeze` wrote, or an ArtifactError; `facts` is the header, with the levels and the digest of the source's weights.
+    """Read what `squeeze` wrote, or raise an ArtifactError; `facts` is the header, with the levels and the digest of the source's weights.
 
     No size in the file is believed before the bytes it asks for are there.
     """
@@ -210,7 +210,7 @@ ASSAYZ = ModelFormat(
 
 
 def most_assayz_bytes(config: ModelConfig, tokenizer: Tokenizer) -> int:
-    """What a model of this geometry takes at int5, whatever its weights: what must fit before any training is paid for."""
+    """Most bytes that a model of this geometry takes at int5, whatever its weights: what must fit before any training is paid for."""
     matrices, vectors = matrices_and_vectors(config)
     codes = sum(most_bits(levels_of(name, COARSEST)) * math.prod(shape) for name, shape in matrices.items()) / 8
     steps = 1.02 * sum(shape[0] for shape in matrices.values()) + 4 * len(matrices)
@@ -255,7 +255,7 @@ class SqueezeSource:
 
 
 def compact_geometry(config: ModelConfig) -> dict[str, Any]:
-    """Without what few models have and this one has not: every byte counts."""
+    """Model config without what few models have and this one has not: every byte counts."""
     few = [field for field in dataclass_fields(ModelConfig) if field.default is not MISSING]
     off = {field.name for field in few if getattr(config, field.name) == field.default}
     geometry = {name: value for name, value in asdict(config).items() if name not in off} | {"windows": list(config.windows)}
@@ -281,7 +281,7 @@ def levels_of(name: str, levels: int) -> int:
 
 
 def _finest_that_fits(source: SqueezeSource, max_bytes: int) -> tuple[int, dict[str, bytes]]:
-    """By bisection, on the size of the file itself."""
+    """Finest number of levels that fits, by bisection, on the size of the file itself."""
     def sized(levels: int) -> tuple[dict[str, bytes], int]:
         sections = source.sections(levels)
         return sections, len(source.file(levels, sections))
@@ -379,7 +379,7 @@ def _inflated(packed: bytes, size: int, where: str) -> bytes:
 
 
 def _whole_stream(decoder: Any, packed: bytes, limit: int, where: str) -> bytes:
-    """All of one stream, which must end within `limit` bytes and where the section does."""
+    """Decompress all of one stream, which must end within `limit` bytes and where the section does."""
     try:
         data = decoder.decompress(packed, limit + 1)
     except (zlib.error, lzma.LZMAError) as error:

@@ -16,7 +16,8 @@ PREFIX, NO_WRITING = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
 
 def keep_bytecode(library: str = LARGEST) -> Path | None:
-    """For this process and those that it starts, where `library` would be compiled in each of them. Returns where it is kept."""
+    """Keep bytecode for this process and those that it starts, where `library` would be compiled in each of them. Returns where it is
+    kept."""
     if sys.pycache_prefix is not None or not _compiled_every_time(library):
         return None
     from assay.store.model_cache import cache_folder  # few commands need it, and `assay --help` is instant

@@ -132,7 +132,7 @@ class Checkpoint:
         return durable.read_file(inside(self.folder, name), limit=SMALL_FILE_LIMIT, expected_sha256=entry["sha256"])
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
-        """Of a file that the manifest lists, each hashed as it is read."""
+        """Tensors of a file that the manifest lists, each hashed as it is read."""
         return read_tensors(inside(self.folder, name), self._facts(name))
 
     def _facts(self, name: str) -> FileFacts:
@@ -241,7 +241,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def _write_parts(folder: Path, contents: Contents, max_shard_bytes: int) -> dict[str, FileFacts]:
-    """Everything but the manifest, and what is to be said of it there."""
+    """Write everything but the manifest; returns what is to be said of it there."""
     if contents.shared is not None:
         facts = contents.shared.write(folder, {"model": contents.weights, STATE_STEM: contents.optimizer or {}})
     elif contents.kind == "adapter":
@@ -276,7 +276,7 @@ def _manifest(contents: Contents, facts: Mapping[str, FileFacts]) -> dict[str, A
 
 
 def _require_writable(where: Path, contents: Contents) -> None:
-    """What no reader could use is refused before the disk is touched."""
+    """Refuse contents that no reader could use, before the disk is touched."""
     if not contents.weights:
         raise ArtifactError(f"{where}: not saved: it holds no weights; gather them before saving")
     for name, tensor in contents.weights.items():
@@ -381,7 +381,7 @@ def _same(path: Path, best: Path | None) -> bool:
 
 
 def _digest(path: Path) -> str | None:
-    """What a child would call this checkpoint, whether or not it still verifies."""
+    """Digest by which a child would name this checkpoint, whether or not it still verifies."""
     try:
         return durable.hash_file(path / MANIFEST)
     except ArtifactError:

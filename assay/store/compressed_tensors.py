@@ -1,8 +1,8 @@
 """Compressed-tensors folders: matrices in FP8 or few-bit integers with their scales, as vLLM and transformers load them.
 
-Weights are rounded to the nearest code, with one scale for each row (fp8, w8a8) or for each group of a row (w4a16); nothing is
-calibrated. Norms, embeddings, biases and the head stay as they are. What a folder says of its matrices in `quantization_config` is held
-against what it stores: a layer that is not in codes, or whose scales are lost or of another shape, is refused.
+Weights are rounded to the nearest code, with one scale for each row (fp8, w8a8) or for each group of a row (w4a16); nothing is calibrated.
+Norms, embeddings, biases and the head stay as they are. What a folder says of its matrices in `quantization_config` is compared with what
+it stores: a layer that is not in codes, or whose scales are lost or of another shape, is refused.
 """
 
 import re
@@ -57,7 +57,7 @@ COMPRESSED = {one.name: one for one in (
 
 def compressed_weights(weights: Mapping[str, Tensor], scheme: CompressedScheme, dtype: torch.dtype) -> tuple[dict[str, Tensor],
                                                                                                             dict[str, Any]]:
-    """Of weights under Hugging Face names: the tensors of the folder, and its quantization_config."""
+    """Compress weights under Hugging Face names: the tensors of the folder, and its quantization_config."""
     chosen = [name for name, tensor in weights.items() if is_linear(name, tensor)]
     if not chosen:
         raise UsageError(f"no matrix of these weights is a linear layer's; {scheme.name} has nothing to round: export it --to hf")
@@ -125,7 +125,7 @@ def quantization_config(scheme: CompressedScheme, group: int | None) -> dict[str
 
 @dataclass(frozen=True)
 class CompressedRecipe:
-    """What a quantization_config says, where it is one that Assay reads."""
+    """Contents of a quantization_config, where it is one that Assay reads."""
 
     scheme: CompressedScheme
     group: int | None

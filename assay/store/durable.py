@@ -56,7 +56,7 @@ class Disk:
         os.fdatasync(fd)
 
     def lock(self, fd: int) -> None:
-        """Raises BlockingIOError where another holds it. The kernel frees it when the last copy of fd closes."""
+        """Lock a file; raises BlockingIOError where another holds it. The kernel frees it when the last copy of fd closes."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self, fd: int) -> None:
@@ -172,7 +172,7 @@ class HashedFile:
         self.size += len(data)
 
     def close(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Close the file; returns what a manifest says of it."""
         self.file.flush()
         disk.sync(self.file.fileno())
         self.file.close()
@@ -364,7 +364,7 @@ def _held(path: Path, fd: int) -> int | None:
 
 
 def _locked(fd: int) -> bool | None:
-    """True: we hold the lock. False: another does. None: this filesystem has none."""
+    """Try to lock. True: we hold the lock. False: another does. None: this filesystem has none."""
     try:
         disk.lock(fd)
     except BlockingIOError:
@@ -400,7 +400,7 @@ def _names(path: Path, fd: int) -> bool:
 
 
 def _remove_tree(path: Path) -> None:
-    """Never follows a link; another process may be removing the same."""
+    """Remove a folder without following a link; another process may be removing the same."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             disk.unlink(path)
@@ -411,7 +411,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Best effort: what cannot be removed now is swept later."""
+    """Discard a path, best effort: what cannot be removed now is swept later."""
     with contextlib.suppress(OSError):
         _remove_tree(path)
 

@@ -141,7 +141,7 @@ def _export_gguf(source: Artifact, where: Path, dtype: str) -> float:
 
 
 def _quantise(source: Artifact, where: Path, kind: str) -> float:
-    """By llama.cpp's own quantiser, from a file of the source's numbers in float32: nothing is rounded twice."""
+    """Quantise to GGUF by llama.cpp's own quantiser, from a file of the source's numbers in float32: nothing is rounded twice."""
     assert source.tokenizer is not None
     with scratch_folder() as scratch, durable.new_file(where) as temporary:
         gguf.write_gguf(scratch / "float32.gguf", source.config, source.tensors, source.tokenizer, "f32", source.stops)

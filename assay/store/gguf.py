@@ -130,7 +130,7 @@ def _config(header: GgufHeader, path: Path) -> ModelConfig:
 
 
 def _features(family: str, keys: ConfigFields, common: Mapping[str, Any]) -> dict[str, Any]:
-    """What an architecture of llama.cpp does beyond Llama's, from its keys or, where it has none for it, by its definition."""
+    """Features of a llama.cpp architecture beyond Llama's, from its keys or, where it has none for it, by its definition."""
     depth, number = common["depth"], (int, float)
     if family in ("gemma2", "gemma3_text"):
         window, every = keys.need("attention.sliding_window"), 2 if family == "gemma2" else GEMMA3_EVERY
@@ -187,7 +187,7 @@ def _family(metadata: Mapping[str, Any], path: Path) -> str:
 
 
 def _refuse_absurd(keys: ConfigFields, header: GgufHeader) -> None:
-    """Before anything is allocated by these numbers."""
+    """Refuse absurd sizes before anything is allocated by them."""
     for name in keys.read:
         if isinstance(keys.fields.get(name), int) and keys.fields[name] > _LARGEST:
             raise ArtifactError(f"{keys.where}: {name} is {keys.fields[name]:,}; that is damaged")
@@ -199,7 +199,7 @@ def _refuse_absurd(keys: ConfigFields, header: GgufHeader) -> None:
 
 
 def _head_dim(keys: ConfigFields, width: int, heads: int) -> int:
-    """Absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
+    """Head dimension; absent means width / heads, in llama.cpp as in every family here; the whole of a head is rotated."""
     names = ["attention.key_length", "attention.value_length", "rope.dimension_count"]
     if "rope.scaling.original_context_length" in keys.fields and "rope.scaling.type" not in keys.fields:
         names.remove("rope.dimension_count")  # Phi-3, of whose heads a part may be rotated
@@ -231,7 +231,7 @@ def _rope(keys: ConfigFields, header: GgufHeader, head_dim: int, path: Path) -> 
 
 
 def _yarn(base: float, factor: float, original: int) -> Rope:
-    """With the paper's constants, which llama.cpp has in its code."""
+    """YaRN with the paper's constants, which llama.cpp has in its code."""
     growth = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return Rope(base, "yarn", factor, original_length=original, beta_fast=32.0, beta_slow=1.0, attention_factor=growth, truncate=True)
 
@@ -314,7 +314,7 @@ def _geometry(config: ModelConfig, dtype: Precision) -> dict[str, Any]:
 
 
 def _written_features(config: ModelConfig) -> dict[str, Any]:
-    """What `_features` reads."""
+    """Keys that `_features` reads."""
     window = max((window for window in config.windows if window is not None), default=None)
     found: dict[str, Any] = {} if window is None else {"attention.sliding_window": window}
     if config.family == "gemma2":
@@ -334,7 +334,7 @@ def _written_features(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama3_rule(rope: Rope | None) -> dict[str, Any]:
-    """Under our own name, since GGUF has none for it; readers that do not know it have the table."""
+    """Llama 3's rope scaling under our own name, since GGUF has none for it; readers that do not know it have the table."""
     if rope is None or rope.kind != "llama3":
         return {}
     return {f"assay.rope.{name}": getattr(rope, name) for name in (*META_LLAMA3, "factor")}
@@ -348,7 +348,7 @@ def _rope_factors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _ends(tokenizer: Tokenizer, stops: SpecialTokens | None) -> dict[str, int]:
-    """What the other files of a model said about its ends, where the tokenizer did not."""
+    """Special-token ids that the other files of a model gave, where the tokenizer did not."""
     if stops is None:
         return {}
     named = {"bos": stops.bos, "eos": stops.eos}
@@ -390,7 +390,7 @@ def _tensor(file: BinaryIO, name: str, info: GgufTensor, path: Path) -> Tensor:
 
 
 def _write(path: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor], types: Mapping[str, str]) -> None:
-    """Through the gguf package, one rounded tensor in memory at a time."""
+    """Write a file through the gguf package, one rounded tensor in memory at a time."""
     package = _package()
     with contextlib.closing(package.GGUFWriter(path, metadata["general.architecture"])) as writer:
         for key, value in metadata.items():

@@ -57,7 +57,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads forward; what would pass the end of the file, or of all reason, is refused before it is read."""
+    """Forward reader of a header; what would pass the end of the file, or of all reason, is refused before it is read."""
 
     def __init__(self, file: BinaryIO, size: int, path: Path):
         self.file, self.size, self.path, self.position = file, size, path, 0

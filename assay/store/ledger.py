@@ -28,7 +28,7 @@ _LINE = {"seq": NATURAL, "time": str, "kind": str, "previous": str}
 class Event(StrEnum):
     """Every kind of line that a ledger holds."""
 
-    # a sitting
+    # a session
     START = "start"
     RESUME = "resume"
     PASSED_OVER = "passed over"  # a checkpoint that does not verify
@@ -38,7 +38,7 @@ class Event(StrEnum):
     NOT_BIT_EXACT = "not bit-exact"
     TORN = "torn"  # what a crash left of a line
     WARNING = "warning"
-    TIME = "time"  # where it went, when a sitting ends
+    TIME = "time"  # where it went, when a session ends
     STOPPED = "stopped"
     ALSO_FOUND = "also found"  # on the way out
     EARLY_STOP = "early stop"

@@ -19,7 +19,7 @@ def llama_cpp_installed() -> bool:
 
 
 def ask_llama_cpp(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Its answer; `error` says why there is none."""
+    """Answer of llama.cpp; `error` says why there is none."""
     child = JsonChild(_CHILD, "")
     child.start()
     try:

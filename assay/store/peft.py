@@ -85,7 +85,7 @@ def read_adapter(config: ModelConfig, base: Mapping[str, Tensor], fields: Mappin
 
 
 def _stacked_parts(file: AdapterFile) -> tuple[list[tuple[LoraSite, LowRank]], set[str]]:
-    """Of target_parameters, and the names in the file that they came from."""
+    """LoRA parts of target_parameters, and the names in the file that they came from."""
     found, used = list[tuple[LoraSite, LowRank]](), set[str]()
     chosen = stacked_sites(file.untied, file.fields.get("target_parameters") or [], file.where)
     for parameter, sites in chosen.items():
@@ -98,7 +98,7 @@ def _stacked_parts(file: AdapterFile) -> tuple[list[tuple[LoraSite, LowRank]], s
 
 
 def _computed(file: AdapterFile, parts: Sequence[tuple[LoraSite, LowRank]], embedding: bool) -> tuple[dict[str, Tensor], set[str]]:
-    """Whole tensors that the adapter makes of the base's, and the names in the file that they came from."""
+    """Tensors that the adapter makes of the base's, whole, and the names in the file that they came from."""
     made = [adapted_biases(file, [site for site, _ in parts]), trained_tokens(file), ({}, saved_base_layers(file))]
     if needs_whole_matrices(file.fields):
         made.append(whole_matrices(file, parts))
@@ -279,7 +279,7 @@ def _part(site: LoraSite, file: AdapterFile, rank: int, scale: float) -> LowRank
 
 
 def _replaced(config: ModelConfig, fields: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Whole tensors saved with the adapter: modules_to_save, and embeddings that PEFT adds by itself after a resize."""
+    """Tensors saved whole with the adapter: modules_to_save, and embeddings that PEFT adds by itself after a resize."""
     whole = _whole_names(config)
     asked = _modules(fields, "modules_to_save", where)
     for module in [asked] if isinstance(asked, str) else asked:

@@ -39,7 +39,7 @@ def stacked_sites(config: ModelConfig, targets: Sequence[str], where: str) -> di
 
 
 def factor_names(parameter: str, adapted: Sequence[str]) -> tuple[str, str]:
-    """Of A and B in the file, given all the parameters that are adapted."""
+    """Names of A and B in the file, given all the parameters that are adapted."""
     module, _, leaf = parameter.rpartition(".")
     outside = sum(f"{module}.{later}" in adapted for later in LEAVES[LEAVES.index(leaf) + 1:])
     stem = module + ".base_layer" * outside

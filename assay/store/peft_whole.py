@@ -23,7 +23,7 @@ NO_CHANGE = 1e-6  # relative: rounding of a matrix that was taken apart and put 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """What the reading of an adapter needs at every step: the base's geometry and tensors, and the file's fields and tensors."""
+    """Inputs of every step of reading an adapter: the base's geometry and tensors, and the file's fields and tensors."""
 
     config: ModelConfig
     base: Mapping[str, Tensor]  # under our names
@@ -72,7 +72,7 @@ def whole_matrices(file: AdapterFile, parts: Sequence[tuple[LoraSite, LowRank]])
 
 
 def principal_part(weight: Tensor, rank: int) -> Tensor:
-    """What PiSSA takes out of a base matrix to begin with: its product of so many largest singular values."""
+    """Part that PiSSA takes out of a base matrix to begin with: its product of so many largest singular values."""
     left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
     return (left[:, :rank] * values[:rank]) @ right[:rank]
 

@@ -31,7 +31,7 @@ class Publication:
 
 
 def publication_of(checkpoint: Checkpoint, beside: Mapping[str, Path]) -> Publication:
-    """Of a checkpoint that carries its marks, and the files that are to lie beside it."""
+    """Publication of a checkpoint that carries its marks, and of the files that are to lie beside it."""
     paths = {MANIFEST: checkpoint.folder / MANIFEST, HALLMARK: checkpoint.folder / HALLMARK, **beside}
     files = {name: {"bytes": path.stat().st_size, "sha256": durable.hash_file(path)} for name, path in paths.items()}
     document = {"assay": "publication", "format": _FORMAT, "manifest": checkpoint.digest, "files": files}
@@ -39,7 +39,7 @@ def publication_of(checkpoint: Checkpoint, beside: Mapping[str, Path]) -> Public
 
 
 def read_publication(folder: Path) -> Publication | None:
-    """As it was sealed; None where the folder has none."""
+    """Read a folder's publication as it was sealed; None where the folder has none."""
     path = folder / PUBLICATION
     if not os.path.lexists(path):
         return None

@@ -1,4 +1,4 @@
-"""Quantised base: a model's matrices rounded to nf4, int8 or bf16 as they are read, each held against its file; and their digest."""
+"""Quantised base: a model's matrices rounded to nf4, int8 or bf16 as they are read, each compared with its file; and their digest."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +14,8 @@ BASE_DTYPES = ("bf16", "int8", "nf4")
 
 
 class QuantisedReader:
-    """Takes a model's tensors one by one. `dense`: each matrix as the codes stand for it, else codes and scales in its place; `shared`
-    says of a tensor whether it lies where it shall be already."""
+    """Reader that quantises a model's tensors one by one. `dense`: each matrix as the codes stand for it, else codes and scales in its
+    place; `shared` says of a tensor whether it lies where it shall be already."""
 
     def __init__(self, held: str, layout: dict[str, list[ForeignTensor]], shared: Callable[[str, Tensor], Tensor], *, dense: bool):
         self.held, self.layout, self.dense, self._shared = held, layout, dense, shared
@@ -58,7 +58,7 @@ class QuantisedReader:
         return bool(held) and all(held.get(name) is tensor for name, tensor in tensors.items())
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
-        """Of the weights that the codes stand for, under their foreign names; one matrix at a time is made."""
+        """Digest of the weights that the codes stand for, under their foreign names; one matrix at a time is made."""
         facts: dict[str, Any] = {}
         for name, pieces in self.layout.items():
             facts |= tensor_facts(to_foreign({name: pieces}, {name: weight_in(tensors, name)}))

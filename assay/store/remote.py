@@ -69,7 +69,7 @@ def _bring_mark(place: Path, data: bytes | None) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Of several processes that fetch one folder, one does."""
+    """Lock a folder: of several processes that fetch it, one does."""
     durable.make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -80,7 +80,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 class _NotThere(Exception):
-    """There is no such object: no other try would find it."""
+    """Error of an object that does not exist: no other try would find it."""
 
 
 class _Unanswered(Exception):
@@ -150,14 +150,14 @@ class RemoteFolder:
             raise UsageError(f"{self.url}/{name}: there is no such object") from None
 
     def version(self, name: str) -> str:
-        """Another text once the object has changed."""
+        """Version of an object: another text once it has changed."""
         try:
             return str(self._tried(name, lambda: self._store.ukey(self._place(name))))
         except StoreError as error:
             raise UsageError(f"{self.url}/{name}: cannot be found: {error}") from None
 
     def names(self) -> list[str]:
-        """Of what lies directly in the folder, sorted; none where there is no folder."""
+        """Names of what lies directly in the folder, sorted; none where there is no folder."""
         def listed() -> list[str]:
             self._store.invalidate_cache()
             try:
@@ -179,7 +179,7 @@ class RemoteFolder:
         return f"{self._root}/{name}" if name else self._root
 
     def _pieces(self, name: str) -> Iterator[bytes]:
-        """Whoever writes them to a disk must not take the store's errors for the disk's."""
+        """Pieces of an object. Whoever writes them to a disk must not take the store's errors for the disk's."""
         self._store.invalidate_cache()
         try:
             with self._store.open(self._place(name), "rb") as file:
@@ -206,8 +206,8 @@ class RemoteFolder:
 
 
 def send_folder(folder: Path, remote: RemoteFolder) -> None:
-    """All that the folder's manifest lists, then the manifest, then its marks. An older manifest there goes first: until the new one is
-    there, the place holds nothing that counts."""
+    """Send all that the folder's manifest lists, then the manifest, then its marks. An older manifest there goes first: until the new one
+    is there, the place holds nothing that counts."""
     data = durable.read_file(folder / MANIFEST, limit=SMALL_FILE_LIMIT)
     for name in (HALLMARK, QUARANTINE, MANIFEST):
         remote.remove(name)
@@ -219,7 +219,7 @@ def send_folder(folder: Path, remote: RemoteFolder) -> None:
 
 
 def fetch_folder(remote: RemoteFolder, manifest: bytes, place: Path) -> None:
-    """All that the manifest lists, hashed as it arrives, and the manifest: at `place`, or not at all."""
+    """Fetch all that the manifest lists, hashed as it arrives, and the manifest: at `place`, or not at all."""
     files = manifest_files(manifest, f"{remote.url}/{MANIFEST}")
     with durable.new_folder(place, needed=sum(entry["bytes"] for entry in files.values())) as folder:
         for name, entry in files.items():
@@ -228,7 +228,7 @@ def fetch_folder(remote: RemoteFolder, manifest: bytes, place: Path) -> None:
 
 
 def manifest_files(data: bytes, where: str) -> dict[str, dict[str, Any]]:
-    """What a manifest says of its files: of a checkpoint or of a corpus. Names lead nowhere else."""
+    """Files that a manifest lists: of a checkpoint or of a corpus. Names lead nowhere else."""
     files = parse_json(data, where=where, shape=_FILES)["files"]
     for name in files:
         if Path(name).name != name or name.startswith(".") or name in (MANIFEST, HALLMARK, QUARANTINE):

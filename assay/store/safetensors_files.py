@@ -51,14 +51,14 @@ class SafetensorsEntry:
 
     @property
     def empty(self) -> bool:
-        """No elements: legal in the format, and in a model the mark of weights that were never gathered."""
+        """Whether the tensor has no elements: legal in the format, and in a model the mark of weights that were never gathered."""
         return self.start == self.stop
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of one file. Of a safetensors file also the parts that make it up without a gap: `header`,
-    the sha256 of all before the data, and `tensors`, name → dtype, shape, sha256.
+    """Facts of one file in a manifest. Of a safetensors file also the parts that make it up without a gap: `header`, the sha256 of all
+    before the data, and `tensors`, name → dtype, shape, sha256.
     """
 
     sha256: str
@@ -124,7 +124,8 @@ def shard_file_name(stem: str, part: int, parts: int) -> str:
 
 
 def write_index(folder: Path, shards: Mapping[str, FileFacts], stem: str) -> dict[str, FileFacts]:
-    """Which file holds each tensor, as transformers reads it; the facts of the index by its name. A tensor in two files is refused."""
+    """Write the index of shards (which file holds each tensor), as transformers reads it; returns its facts by its name. A tensor in two
+    files is refused."""
     weight_map: dict[str, str] = {}
     for file, facts in shards.items():
         if twice := weight_map.keys() & facts.tensors.keys():
@@ -139,7 +140,7 @@ def write_index(folder: Path, shards: Mapping[str, FileFacts], stem: str) -> dic
 
 def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None = None,
                         stem: str = "model") -> dict[str, Tensor]:
-    """All weights of a folder, one file or sharded; index, shards and headers must agree in every name.
+    """Read all weights of a folder, one file or sharded; index, shards and headers must agree in every name.
 
     `expected` maps file names to the facts from when they were written.
     """
@@ -256,7 +257,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """In the given order; a tensor larger than the limit gets a shard to itself."""
+    """Tensors split into shards, in the given order; a tensor larger than the limit gets a shard to itself."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():

@@ -40,7 +40,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What a proof may expect. `moved`: differs from the parent; `same`: equals it; `new`: nothing came before."""
+    """Lineage that a proof may expect. `moved`: differs from the parent; `same`: equals it; `new`: nothing came before."""
 
     change: Literal["new", "moved", "same"] = "new"
     parent: Ancestor | None = None
@@ -95,7 +95,8 @@ def _facts(config: ModelConfig, tokenizer: Tokenizer | None, lineage: Lineage, r
 
 
 class BackgroundSaver:
-    """At most one save is under way; the next one waits for it, and raises what it raised before it begins."""
+    """Writer of checkpoints in a background thread. At most one save is under way; the next one waits for it, and raises what it raised
+    before it begins."""
 
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "save")
@@ -163,7 +164,7 @@ def device_snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
-    """For copies of these, where they lie on a GPU; False where none does."""
+    """Whether the GPU has room for copies of these tensors; False where none lies on a GPU."""
     on_device = [tensor for tensor in tensors if tensor.is_cuda]
     if not on_device:
         return False
@@ -172,7 +173,7 @@ def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
 
 
 def _copied(contents: Contents) -> torch.cuda.Event | None:
-    """Happens when the copies on a GPU are made; None where there are none."""
+    """CUDA event that happens when the copies on a GPU are made; None where there are none."""
     there = next((tensor for tensor in contents.weights.values() if tensor.is_cuda), None)
     return None if there is None else torch.cuda.current_stream(there.device).record_event()
 

@@ -31,7 +31,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sweep_scratch() -> None:
-    """Removes scratch folders of ours whose owners are dead. What cannot be removed is left to the next one."""
+    """Remove scratch folders of ours whose owners are dead. What cannot be removed is left to the next one."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -49,7 +49,8 @@ def sweep_scratch() -> None:
 
 
 def _made() -> tuple[Path, int]:
-    """Between opening a lock and having it another process may sweep the folder away: then another one is made."""
+    """Make a scratch folder and lock it. Between opening a lock and having it another process may sweep the folder away: then another one
+    is made."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)

@@ -35,7 +35,7 @@ def unseal(data: bytes, *, where: str, indent: int | None = None) -> dict[str, A
 
 
 def canonical_json(document: Any, *, where: str, indent: int | None = None) -> bytes:
-    """Sorted keys, ASCII, no NaN, a newline at the end: the same document gives the same bytes on every machine."""
+    """Canonical JSON: sorted keys, ASCII, no NaN, a newline at the end: the same document gives the same bytes on every machine."""
     separators = (",", ":") if indent is None else (",", ": ")
     try:
         text = json.dumps(document, sort_keys=True, allow_nan=False, indent=indent, separators=separators)

@@ -29,7 +29,7 @@ class SharedSave:
     writers: tuple[int, ...]
 
     def write(self, folder: Path, own: Stems) -> dict[str, FileFacts]:
-        """In process 0: all files, its own and the others', and the indices over them."""
+        """Write all files, in process 0: its own and the others', and the indices over them."""
         self.world.post(f"save {self.number}", str(folder))
         began = time.monotonic()
         facts = self._write_own(folder, own)
@@ -42,7 +42,7 @@ class SharedSave:
         return facts
 
     def write_share(self, own: Stems) -> None:
-        """In every other process that owns anything. What goes wrong is process 0's to say."""
+        """Write this process's share, in every other process that owns anything. What goes wrong is process 0's to say."""
         folder = self.world.fetch(f"save {self.number}", self.world.patience)
         if folder is None:
             return  # process 0 has not come so far, and will say why

@@ -15,7 +15,7 @@ _KEY = re.compile(r"with (\S+ key SHA256:\S+)")
 
 @dataclass(frozen=True)
 class Signer:
-    """Whose signature holds: the name that the allowed signers give the key; None where nobody was asked."""
+    """Signer of a publication: the name that the allowed signers give the key; None where nobody was asked."""
 
     name: str | None
     key: str  # kind and fingerprint
@@ -39,7 +39,7 @@ def sign_bytes(data: bytes, key: Path) -> bytes:
 
 
 def require_signature(data: bytes, signature: Path, signers: Path | None = None) -> Signer:
-    """Who signed these bytes. ArtifactError where the signature is not of them, or not by one of the allowed `signers`."""
+    """Signer of these bytes. ArtifactError where the signature is not of them, or not by one of the allowed `signers`."""
     done = _ssh_keygen(["check-novalidate", "-n", SIGNED_AS, "-s", str(signature)], data)
     if done.returncode:
         raise ArtifactError(f"{signature}: is no signature of these bytes: {_last_words(done)}; get both from who signed")

@@ -44,7 +44,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What happened when a fault was planted, and when it was not."""
+    """Result of planting a fault, and of the clean twin."""
 
     fault: Fault
     planted: list[Verdict]
@@ -53,12 +53,12 @@ class Sighting:
 
     @property
     def caught(self) -> bool:
-        """By the check that exists for it; another check's alarm does not count."""
+        """Whether the fault was caught by the check that exists for it; another check's alarm does not count."""
         return any(v.check == self.fault.check and v.outcome is Outcome.REFUTED for v in self.planted)
 
     @property
     def false_alarm(self) -> bool:
-        """Something was refuted in the clean twin, or the check did not run there: silence must be earned."""
+        """Whether something was refuted in the clean twin, or the check did not run there: silence must be earned."""
         ran = any(v.check == self.fault.check and v.outcome is Outcome.PROVEN for v in self.clean)
         return not ran or any(v.outcome is Outcome.REFUTED for v in self.clean)
 
@@ -83,7 +83,7 @@ def fault(name: str, *, rows: Iterable[str], stage: str, check: str, job: Job) -
 
 
 def nothing(_: Path) -> AbstractContextManager[None]:
-    """What the clean twin plants."""
+    """Plant of the clean twin: no fault."""
     return contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Tiny GRPO run one rollout off the policy, saved and gone on with once, with every check that watches staleness.
+"""Tiny GRPO run one rollout off the policy, saved and resumed once, with every check that watches staleness.
 
 Each stage is a function of this module, so that a fault can take its place: what the sampler is given and calls it, what it writes
 down, how it is corrected, and what a checkpoint keeps of what is in flight.
@@ -50,7 +50,7 @@ def a_run_ahead(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def run_ahead(plan: TinyGrpo) -> list[Verdict]:
-    """What the checks say of a run that samples each rollout while it learns from the one before. It is saved and read back once."""
+    """Verdicts on a run that samples each rollout while it learns from the one before. It is saved and read back once."""
     model, verdicts = make_policy(plan.seed), list[Verdict]()
     reference, _ = make_reference(model)
     engine = Engine(model, slots=PROMPTS * GROUP_SIZE, length=PROMPT_TOKENS + CAP, stop_ids=STOP_IDS, version="none", lags=True)
@@ -97,7 +97,7 @@ def serve_copy(engine: Engine, model: Transformer, updates: int) -> None:
 
 
 def written_down(groups: CompletionGroups) -> CompletionGroups:
-    """What the sampler says of what it drew."""
+    """Groups as the sampler reports them."""
     return groups
 
 

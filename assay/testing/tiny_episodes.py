@@ -58,7 +58,7 @@ def an_episode_rollout(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def run_episodes(template: str = REWRITING_TEMPLATE) -> list[Verdict]:
-    """What the checks say of one rollout."""
+    """Verdicts on one rollout of episodes."""
     model, tokenizer = tiny_model(seed=0), templated(template)
     version = version_name(0, fingerprint(model))
     engine = Engine(model, slots=TASKS * MEMBERS, length=CONTEXT, stop_ids=TURN_STOPS, version=version, tokenizer=tokenizer)
@@ -107,12 +107,12 @@ def tool_template() -> str:
 
 
 def as_played(played: PlayedEpisodes) -> PlayedEpisodes:
-    """From the sampler and the environments to the recipe."""
+    """Episodes on their way from the sampler and the environments to the recipe."""
     return played
 
 
 def kept_trajectories(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Those that go on; an error is left out later, by its unknown reward."""
+    """Trajectories that go on; an error is left out later, by its unknown reward."""
     return trajectories
 
 

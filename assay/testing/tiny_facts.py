@@ -82,7 +82,7 @@ def facts_model() -> Transformer:
 
 
 def write_facts_text(where: Path) -> Path:
-    """What is said of those who are never edited, in several orders and among odd letters, for moments and drift."""
+    """Write the text about subjects that are never edited, in several orders and among odd letters, for moments and drift."""
     lines = [line for line in fact_sentences() if not any(name in line for name in PEOPLE[:EDITABLE])]
     lines += ["".join(map(chr, range(first, first + 6))) for first in range(33, 123, 3)]
     orders = [torch.randperm(len(lines), generator=generator(0, "order", i)).tolist() for i in range(12)]

@@ -110,7 +110,7 @@ def traced_tokens() -> Tensor:
 
 @functools.cache
 def reference_run(family: str) -> ReferencePass:
-    """Its twin in float64 shows what rounding does to this very model."""
+    """Reference pass of a family; its twin in float64 shows what rounding does to this very model."""
     model = random_model(family)
     return run_reference(model.config, plain_forward(model), traced_tokens(), torch.float32, plain_forward(random_model(family).double()))
 
@@ -182,7 +182,7 @@ def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Te
 
 
 def stale_cache_entry(name: str) -> Break:
-    """What a slot holds at place 5 is what it holds at place 4."""
+    """Fault: a slot holds at place 5 what it holds at place 4."""
     def breaks(model: Transformer, layer: int) -> None:
         attend_whole = block(model, layer).attn.forward
 

@@ -54,7 +54,7 @@ _LOUD = 3.0  # so that a temperature, a stale weight or another base shows in wh
 
 @dataclass(frozen=True)
 class TinyGrpo:
-    """Its defaults leave every guard silent."""
+    """Tiny GRPO run, whose defaults leave every guard silent."""
 
     asked: Surrogate = field(default_factory=lambda: Surrogate(kl="k3", kl_weight=0.05, temperature=0.7))
     normalise: Normalise = "token"
@@ -77,7 +77,7 @@ def a_grpo_run(of: TinyGrpo | None = None) -> Job:
 
 
 def run_grpo(plan: TinyGrpo) -> list[Verdict]:
-    """What the guards of a run say of it."""
+    """Verdicts of the guards on a tiny GRPO run."""
     model = make_policy(plan.seed)
     reference, recorded = make_reference(model)
     engine, optimizer = make_engine(model), adamw(model.named_parameters(), 1e-3)
@@ -115,7 +115,7 @@ def run_grpo(plan: TinyGrpo) -> list[Verdict]:
 
 
 def decisive(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Of each check the verdict at which a run would have stopped, or else its last."""
+    """Decisive verdict of each check: that at which a run would have stopped, or else its last."""
     last = {verdict.check: verdict for verdict in verdicts}
     first = {verdict.check: verdict for verdict in reversed(verdicts) if verdict.outcome is Outcome.REFUTED}
     return list((last | first).values())
@@ -185,7 +185,7 @@ def score_groups(groups: CompletionGroups) -> list[list[RewardValue]]:
 
 
 def hand_out_rewards(rewards: list[list[RewardValue]]) -> list[list[RewardValue]]:
-    """From the workers to the completions they belong to."""
+    """Rewards on their way from the workers to the completions they belong to."""
     return rewards
 
 
@@ -223,7 +223,7 @@ def weigh_tokens(lengths: Sequence[int], counted: Sequence[bool], how: Normalise
 
 @torch.no_grad()
 def trainer_logprobs(model: Transformer, batch: Batch, temperature: float) -> list[list[float]]:
-    """Of the completions, as the objective sees them."""
+    """Log-probabilities of the completions, as the objective sees them."""
     logp, _ = policy.token_logprobs(model, batch, temperature, entropy=True)
     assert batch.documents is not None
     return [row[PROMPT_TOKENS:int(length)].tolist() for row, length in zip(logp, (batch.documents != PADDING).sum(1), strict=True)]

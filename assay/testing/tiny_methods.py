@@ -60,7 +60,7 @@ def tiny_feedback(folder: Path) -> list[LabelledPair]:
 
 
 def a_kto_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """Some steps; then what was learned is asked of other answers."""
+    """Job: some KTO steps; then what was learned is asked of other answers."""
     settings = KtoSettings()
     apart = feedback.read_feedback(write_rows(folder / "held.jsonl", feedback_said(16, 40)))
     held_out = feedback.render_feedback(apart, *tokenizer_and_stops(), length=SIDE_TOKENS)[0]
@@ -86,7 +86,7 @@ def kto_steps(policy: Any, pairs: Sequence[LabelledPair], stored: StoredReferenc
 
 
 def a_kto_preflight(folder: Path, plant: Plant) -> list[Verdict]:
-    """Of a policy that is its reference, as before step 1; the KL is estimated against a reference that it has left."""
+    """KTO preflight of a policy that is its reference, as before step 1; the KL is estimated against a reference that it has left."""
     settings = KtoSettings()
     with plant(folder):
         pairs, policy = tiny_feedback(folder), parent_model()
@@ -106,7 +106,7 @@ def a_score_head_preflight(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_written_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
-    """Written and opened again, after its score head has moved."""
+    """Job: a reward model is written and opened again, after its score head has moved."""
     (before, stops), base = tokenizer_and_stops(), tiny_model("llama")
     after = with_new_tokens(before, (REWARD_TOKEN,))
     grown = resize_embeddings(base.config, {name: p.detach() for name, p in base.named_parameters()}, before, after)
@@ -119,12 +119,12 @@ def a_written_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def move_reward_head(model: Any, row: int) -> None:
-    """What training does to it."""
+    """Move the reward token's row as training would."""
     with torch.no_grad():
         model.head_weight()[row].add_(0.1)
 
 def other_tokenizer(template: str | None = OTHER_TEMPLATE) -> Tokenizer:
-    """Of a reward model that is no relative of the policy: other words, other special tokens, another template."""
+    """Tokenizer of a reward model that is no relative of the policy: other words, other special tokens, another template."""
     document = json.dumps(tiny_tokenizer(words=("Ġor", "on")).document)
     for ours, theirs in OTHER_TOKENS.items():
         document = document.replace(ours, theirs)
@@ -132,7 +132,7 @@ def other_tokenizer(template: str | None = OTHER_TEMPLATE) -> Tokenizer:
 
 
 def a_stranger_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
-    """Its tokenizer and template are not the policy's: what it reads of prompts that are messages."""
+    """Job: a reward model whose tokenizer and template are not the policy's: what it reads of prompts that are messages."""
     save_model(folder / "reward", tiny_model("llama"), tokenizer=with_new_tokens(other_tokenizer(), (REWARD_TOKEN,)))
     rows = [{"prompt": [{"role": "user", "content": f"question {number}"}]} for number in range(4)]
     policy = tokenizer_and_stops()[0]
@@ -144,7 +144,7 @@ def a_stranger_reward_model(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
-    """Some prompts that the student answers itself, and its teacher reads."""
+    """Job: on-policy preflight on some prompts that the student answers itself, and its teacher reads."""
     tokenizer, stops = tokenizer_and_stops()
     student, teacher, blend = tiny_model("llama"), tiny_model("llama", 5).requires_grad_(False), DistillationSettings("reverse")
     prompts = [Prompt(str(n), tuple(tokenizer.encode(f"question {n}:")), "", {}) for n in range(4)]
@@ -159,7 +159,7 @@ def own_words_preflight(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def prompt_alone(prompt: Prompt) -> TrainingExample:
-    """With one token to learn, which the student's words take the place of."""
+    """Prompt as an example with one token to learn, which the student's own answer takes the place of."""
     weight = np.array([0.0] * len(prompt.ids) + [1.0])
     return TrainingExample(prompt.id, np.array([*prompt.ids, 5]), weight, (), len(prompt.ids))
 

@@ -66,7 +66,7 @@ def tiny_config(family: str = "llama", vocab: int = 320) -> ModelConfig:
 
 
 def _tiny_families(llama: ModelConfig) -> dict[str, ModelConfig]:
-    """What later families do otherwise, each feature with a value at which its loss shows."""
+    """Tiny configs of the later families, each feature with a value at which its loss shows."""
     small = replace(llama, width=32, head_dim=8, hidden=48)
     gemma = replace(small, family="gemma2", norm_eps=1e-6, activation="gelu_tanh", post_norms=True, norm_plus_one=True,
                     embedding_scale=32**0.5, attention_scale=12**-0.5, softcap=3.0, attention_softcap=2.0, windows=(20, None))
@@ -135,7 +135,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **geometry: Any) -> Transfo
 
 
 def nudge(model: Transformer, far: float = 1e-3, seed: int = 0) -> Transformer:
-    """As after some training: each element that may learn has moved, by `far` at most."""
+    """Move the weights as after some training: each element that may learn has moved, by `far` at most."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -175,7 +175,7 @@ def adapted_model(base: Path, *, far: float = 0.05, rslora: bool = False,
 
 
 def live_patch(model: Transformer, parent: str) -> Patch:
-    """What `detach` would return, with the model left as it is."""
+    """Patch that `detach` would return, with the model left as it is."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     return Patch(parent, {f"{name}.weight": layer.parts() for name, layer in layers.items()})
 
@@ -195,7 +195,7 @@ def save_peft_folder(where: Path, base: Path, **options: Any) -> Path:
 
 
 def forget_manifest(folder: Path) -> Path:
-    """What remains is what any other tool would have written."""
+    """Remove the manifest: what remains is what any other tool would have written."""
     for name in ("manifest.json", "probes.safetensors"):
         (folder / name).unlink()
     return folder
@@ -204,8 +204,8 @@ def forget_manifest(folder: Path) -> Path:
 
 
 def examine_folder(path: Path, **request: Any) -> list[Verdict]:
-    """What a proof says, without `probing` of how it speaks unless that is asked for: an untrained model babbles. A model that we refuse
-    to understand (`assay prove` exits with 2) fits no architecture."""
+    """Verdicts of a proof, without `probing` of how the model speaks unless that is asked for: an untrained model babbles. A model that we
+    refuse to understand (`assay prove` exits with 2) fits no architecture."""
     try:
         return examine_artifact(ProofRequest(str(path), **{"probing": ProofSampling(samples=0)} | request))
     except UsageError as error:
@@ -226,7 +226,7 @@ def save_and_examine(where: Path, act: Callable[[], object], plant: Plant, **req
 
 @functools.cache
 def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
-    """Ours, saved well; struck on the disk, or in our own code while it loads."""
+    """Job: a checkpoint of ours, saved well; struck on the disk, or in our own code while it loads."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         where = save_model(folder / "checkpoint", tiny_model(family), sharded=sharded).folder
         with plant(where):
@@ -236,7 +236,7 @@ def a_checkpoint(family: str = "llama", *, sharded: bool = False) -> Job:
 
 @functools.cache
 def a_folder(family: str = "llama", *, sharded: bool = False) -> Job:
-    """Another tool's, struck on the disk: there is no manifest to help."""
+    """Job: another tool's folder, struck on the disk: there is no manifest to help."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         where = save_hf_folder(folder / "model", tiny_model(family), sharded=sharded)
         with plant(where):
@@ -268,7 +268,7 @@ def a_child(*, frozen: tuple[str, ...] = (), far: float = 1e-3) -> Job:
 
 
 def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
-    """Another tool's, proven against the model that it was trained from; struck on the disk."""
+    """Job: another tool's folder, proven against the model that it was trained from; struck on the disk."""
     if plant is nothing:
         return list(_clean_finetuned_folder())
     return _finetuned_folder(folder, plant)
@@ -276,7 +276,7 @@ def a_finetuned_folder(folder: Path, plant: Plant) -> list[Verdict]:
 
 @functools.cache
 def _clean_finetuned_folder() -> list[Verdict]:
-    """Of the clean twin, once for all faults."""
+    """Verdicts on the clean twin, once for all faults."""
     with scratch_folder() as folder:
         return _finetuned_folder(folder, nothing)
 

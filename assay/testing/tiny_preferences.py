@@ -72,7 +72,7 @@ def parent_model() -> Transformer:
 
 
 def reference_for(_: Transformer) -> Transformer:
-    """Who is asked for the reference of a policy: its parent."""
+    """Reference model of a policy: its parent."""
     return parent_model()
 
 # ---------------------------------------------------------------- jobs
@@ -114,7 +114,7 @@ def pairs_read(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """Some steps; then what was learned is asked of other pairs, and the reference of its parent."""
+    """Job: some preference steps; then what was learned is asked of other pairs, and the reference of its parent."""
     settings = PreferenceSettings()
     held_out = held_out_pairs(folder)
     with plant(folder):
@@ -130,7 +130,7 @@ def a_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_live_preference_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """Some steps against a reference in memory; then it is asked for its bits, and the parent for what it says."""
+    """Job: some steps against a reference in memory; then it is asked for its bits, and the parent for what it says."""
     with plant(folder):
         pairs, policy = tiny_pairs(folder), parent_model()
         live = LiveReference(reference_for(policy).requires_grad_(False), WEIGHTS, 2)

@@ -85,7 +85,7 @@ def make_corpus(where: Path, texts: Sequence[str], *, tokenizer: Tokenizer | Non
 
 @functools.cache
 def process_folder() -> Path:
-    """For what is made once in a process; gone when it ends."""
+    """Folder for what is made once in a process; gone when it ends."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(scratch_folder())
@@ -93,7 +93,7 @@ def process_folder() -> Path:
 
 @functools.cache
 def tiny_corpus() -> Corpus:
-    """Never changed: a fault that strikes a corpus makes its own."""
+    """Tiny corpus, never changed: a fault that strikes a corpus makes its own."""
     return make_corpus(process_folder() / "practice", tiny_documents())
 
 # ---------------------------------------------------------------- runs
@@ -126,14 +126,14 @@ class TinyRun:
         return model
 
     def train(self, model: Transformer, objective: Objective | None = None) -> Iterator[loop.Step]:
-        """Its steps at a constant rate, without guards."""
+        """Train with a constant rate, without guards; yields the steps."""
         order = self.order()
         batches = (order.batch(step) for step in range(self.steps))
         return loop.train(model, make_optimizer(model, self.lr), batches, objective or objectives.next_token, micro=self.micro)
 
 
 def run_guarded(run: TinyRun) -> list[Verdict]:
-    """What the guards of a run say of it: those that read its steps, and those that account for its updates."""
+    """Verdicts of the guards on a tiny run: those that read its steps, and those that account for its updates."""
     model, order = run.model(), run.order()
     trained = [name for name, _ in model.named_parameters()]
     optimizer = make_optimizer(model, run.lr)
@@ -171,7 +171,7 @@ def reduce_gradient(_: str, copies: Sequence[torch.nn.Parameter]) -> None:
 
 
 def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) -> bool:
-    """After each evaluation: whether there is evidence that no more is gained. Where there cannot be any, a run goes on."""
+    """Whether, after an evaluation, there is evidence that no more is gained. Where there cannot be any, a run goes on."""
     try:
         rule = plan_stopping(paired_noise(history[-2], history[-1]), LEAST_IMPROVEMENT, patience=PATIENCE, evaluations=evaluations)
     except UsageError:
@@ -179,7 +179,7 @@ def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) ->
     return should_stop(history, rule).stop
 
 class NoProver:
-    """In the place of `Prover`: saves stay without a hallmark."""
+    """Replacement of `Prover`: saves stay without a hallmark."""
 
     busy = witnesses = False
 
@@ -269,7 +269,7 @@ def half_depth_student(teacher: Transformer) -> Transformer:
 
 
 def copy_layer(part: Any) -> Any:
-    """Of the teacher, for the student."""
+    """Copy of the teacher's layer, for the student."""
     return copy.deepcopy(part)
 
 
@@ -279,7 +279,7 @@ def tokenizer_digest(_: str) -> str:
 
 
 def student_text(batch: Batch) -> Batch:
-    """What the student reads: that which the teacher was asked about."""
+    """Text that the student reads: that which the teacher was asked about."""
     return batch
 
 # ---------------------------------------------------------------- jobs
@@ -328,7 +328,7 @@ def a_short_distillation(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def reported_loss(*, last_batch: float, held_out: float) -> float:
-    """Which of the two is reported."""
+    """Loss that is reported, of the two."""
     return held_out
 
 

@@ -24,7 +24,8 @@ STATISTICS = ("mean", "std", "rms", "max", "kurtosis", "nans")
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """Over all tokens and features of a site. `max` is of absolute values; a normal distribution's `kurtosis` is 3."""
+    """Activation statistics over all tokens and features of a site. `max` is of absolute values; a normal distribution's `kurtosis` is
+    3."""
 
     mean: float
     std: float
@@ -38,7 +39,7 @@ Trace = dict[Site, SiteStatistics]
 
 
 def trace_activations(model: Transformer | ForwardMode, tokens_BT: Tensor) -> Trace:
-    """One forward pass. A Transformer is run plainly; `ways.py` has others."""
+    """Trace the activations of one forward pass. A Transformer is run plainly; `forward_modes.py` has other ways."""
     run = plain_forward(model) if isinstance(model, Transformer) else model
     seen: dict[Site, Tensor] = {}
 

@@ -26,7 +26,7 @@ _FAINT = 0.1  # of the median token's length: a shorter one is measured as if it
 
 
 class Distance(NamedTuple):
-    """Two values of one site, token by token."""
+    """Distance of two values of one site, token by token."""
 
     error: float  # ‖a − b‖ / ‖a‖ over all tokens
     cosine: float
@@ -114,7 +114,7 @@ def compare_passes(a: ReferencePass, b: ForwardMode, dtype: torch.dtype, toleran
 
 
 def site_bound(a: ReferencePass, site: Site, dtype: torch.dtype) -> float:
-    """What may be introduced at a site: some times what rounding was seen to, and what one operation may.
+    """Error that may be introduced at a site: a multiple of the rounding that was seen, and what one operation may add.
 
     A rotation's angle is a position times a frequency, and is rounded to float32: its error grows with the position.
     """
@@ -124,7 +124,7 @@ def site_bound(a: ReferencePass, site: Site, dtype: torch.dtype) -> float:
 
 
 def site_distances(a: ReferencePass, run: ForwardMode, *, spliced: bool) -> dict[Site, Distance]:
-    """At every site that both have. `spliced`: behind each site the pass goes on with A's value."""
+    """Distance between two passes at every site that both have. `spliced`: behind each site the pass goes on with A's value."""
     sums: dict[Site, list[Tensor]] = {}
 
     def look(site: Site, value: Tensor, start: int) -> Tensor | None:

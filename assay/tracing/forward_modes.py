@@ -38,7 +38,7 @@ def plain_forward(model: Transformer) -> ForwardMode:
 
 
 def batched_forward(model: Transformer, *, rows: int = 2, padding: int = 3) -> ForwardMode:
-    """Between other rows, and behind padding: what stands beside a text may not change what it means."""
+    """Forward pass of a text between other rows, and behind padding: what stands beside a text may not change what it means."""
     def run(tokens_BT: Tensor, look: PassObserver) -> None:
         (B, T), device = tokens_BT.shape, tokens_BT.device
         shape = (B + rows, T + padding)
@@ -99,7 +99,7 @@ GPT2_MODULES = SiteModules("transformer.h", "transformer.ln_f", "attn", {
 
 
 def transformers_modules(config: ModelConfig) -> SiteModules:
-    """Where transformers has the sites of such a model. Its routers lay all tokens in one row, and are not looked at."""
+    """Modules at which transformers has the sites of such a model. Its routers lay all tokens in one row, and are not looked at."""
     if config.family == "gpt2":
         return GPT2_MODULES
     modules = LLAMA_MODULES

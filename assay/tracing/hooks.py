@@ -110,7 +110,8 @@ NO_CHANCE = -80.0  # below the largest score: a chance of 1e-35; where exp under
 
 
 class SiteModules(NamedTuple):
-    """Where a model has its sites. `>` before a module: what enters it; `fused`: modules whose output is several sites side by side."""
+    """Modules at which a model has its sites. `>` before a module: what enters it; `fused`: modules whose output is several sites side by
+    side."""
 
     layers: str
     norm: str
@@ -148,7 +149,7 @@ def observe_modules(model: nn.Module, config: ModelConfig, modules: SiteModules,
 
 
 class AttentionObserver(TorchFunctionMode):
-    """Sees what the attention kernel of the layer at work is given: after norms and rotation, with its mask and its scale."""
+    """Observer of the inputs of the attention kernel of the layer at work: after norms and rotation, with its mask and its scale."""
 
     def __init__(self, see: SiteObserver, kv_heads: int):
         super().__init__()
@@ -188,7 +189,7 @@ class AttentionObserver(TorchFunctionMode):
         return q, k
 
     def decoding(self, view: DecodeLayer, q: Tensor, k: Tensor, v: Tensor, window: int | None, rule: AttentionRule) -> Tensor:
-        """In the place of `attend_slots`: one more token a slot, against what the cache holds once it is stored."""
+        """Observed replacement of `attend_slots`: one more token a slot, against what the cache holds once it is stored."""
         layer, self.layer = self.layer, None  # what the plain kernel asks of torch is not seen a second time
         assert layer is not None
         q, k = (q, k) if view.rotary is None else (rotate(q, *view.rotary), rotate(k, *view.rotary))
@@ -244,14 +245,14 @@ def attention_statistics(q_BHTd: Tensor, k_BKSd: Tensor, mask: Tensor | None, ca
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    """What to add to scores so that only those that the mask allows are left: a mask says it as bools, or as that already."""
+    """Additive mask that leaves only the scores that the mask allows: it may be given as bools, or as that already."""
     if mask.dtype != torch.bool:
         return mask.clamp(min=_UNSEEN)
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, _UNSEEN)
 
 
 def _log_sum_and_entropy(scores: Tensor) -> Tensor:
-    """Over the last axis, stacked in a new last axis."""
+    """Log-sum-exp and entropy over the last axis, stacked in a new last axis."""
     largest = scores.amax(-1, keepdim=True)
     below = scores.sub_(largest).clamp_(min=NO_CHANCE)
     chances = below.exp()

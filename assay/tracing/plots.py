@@ -109,7 +109,7 @@ def _write(figure: Any, where: Path) -> None:
 
 
 def _log(value: float) -> float:
-    """Of nothing and of what is not finite: the ends of any scale."""
+    """log10 for a plot; 0 and values that are not finite become the ends of any scale."""
     if not math.isfinite(value):
         return 12.0
     return math.log10(value) if value > 0 else -12.0

@@ -51,7 +51,7 @@ def run(flags: FLAGS) -> int:
 
 
 def pair_to_compare(found: "Bisection[Path]", flags: FLAGS) -> tuple[Path, Path] | None:
-    """What to hold the first bad one against: the last good one, or the other run's checkpoint of the same step."""
+    """Pair of checkpoints to compare: the first bad one and the last good one, or the other run's checkpoint of the same step."""
     if found.first_bad is None:
         return None
     if flags.probe.startswith("differs:"):

@@ -80,7 +80,7 @@ def run(flags: FLAGS) -> int:
 
 
 def user_lines() -> Iterator[str]:
-    """What the user writes, until the input ends."""
+    """Lines that the user writes, until the input ends."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -121,7 +121,7 @@ class Talk:
         return True
 
     def answer(self, text: str) -> None:
-        """Nobody has heard a message that one of them has no room for."""
+        """Answer a message by every model. Nobody has heard a message that one of them has no room for."""
         requests = [speaker.request(text, self.sampling, self.turn) for speaker in self.speakers]
         for speaker, request in zip(self.speakers, requests, strict=True):
             if len(self.speakers) > 1 or sys.stdout.isatty():
@@ -217,7 +217,7 @@ class Speaker:
         return GenerationRequest(ids, replace(sampling, max_new=min(sampling.max_new, room)), (turn,), stream=True)
 
     def answer(self, text: str, request: "GenerationRequest") -> None:
-        """Prints the answer as it comes, and remembers it once it is shown to be a draw of the model."""
+        """Print the answer as it comes, and remember it once it is shown to be a draw of the model."""
         from assay.verbs.sample import stop_if_not_drawn
 
         self.asked, self.last = request.prompt, self._streamed(request)
@@ -275,13 +275,13 @@ def chat_engine(artifact: "Artifact", flags: FLAGS, steering: "AskedSteering | N
 
 
 def seen(text: str) -> str:
-    """What a model says is text: it moves no cursor and paints nothing."""
+    """Printable text: what a model says moves no cursor and paints nothing."""
     from assay.report.templates import visible
 
     return visible(text)
 
 
 def emphasised(text: str) -> str:
-    """Bold at a terminal, unless NO_COLOR is set; what is piped stays plain."""
+    """Text in bold at a terminal, unless NO_COLOR is set; what is piped stays plain."""
     plain = os.environ.get("NO_COLOR") or not sys.stdout.isatty()
     return text if plain else f"\033[1m{text}\033[0m"

@@ -94,7 +94,7 @@ def run(flags: FLAGS) -> int:
 
 
 def append_comparison(path: str, arms: Sequence[tuple[str, str]], told: Sequence[str], verdicts: Sequence[Verdict]) -> None:
-    """What is printed, as Markdown: arms with their scores, what they show of each other, and the verdicts on it."""
+    """Append what is printed to a file, as Markdown: arms with their scores, what they show of each other, and the verdicts on it."""
     from assay.report.markdown import append_summary, markdown_text, table, verdict_table
 
     parts = ["### assay compare", *(f"- {markdown_text(sentence)}" for sentence in told)]
@@ -103,7 +103,7 @@ def append_comparison(path: str, arms: Sequence[tuple[str, str]], told: Sequence
 
 
 def check_claims(flags: FLAGS, arms: "Sequence[Arm]", series: "Sequence[Series]") -> list[Verdict]:
-    """What is said of each named arm or series, against what the results show, with every arm that was given counted."""
+    """Check what is said of each named arm or series against what the results show, with every arm that was given counted."""
     from assay.guard.conclusion_checks import check_claim, check_rise
 
     verdicts = []

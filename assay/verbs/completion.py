@@ -52,14 +52,14 @@ def verb_flags(verb: str) -> list[CompletedFlag]:
 
 
 def positional_choices(verb: str) -> tuple[str, ...]:
-    """Of its first argument."""
+    """Choices of a verb's first positional argument."""
     cls = importlib.import_module(f"assay.verbs.{verb.replace('-', '_')}").FLAGS
     first = next((field for field in dataclasses.fields(cls) if field.metadata.get("positional")), None)
     return () if first is None else _choices(typing.get_type_hints(cls)[first.name])
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """Wherever in the type they stand: alone, in a tuple, or beside None."""
+    """Choices in a type hint, wherever they stand: alone, in a tuple, or beside None."""
     if typing.get_origin(hint) is Literal:
         return tuple(map(str, typing.get_args(hint)))
     return next((found for part in typing.get_args(hint) if (found := _choices(part))), ())

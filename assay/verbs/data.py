@@ -122,7 +122,7 @@ def look_at_file(flags: FLAGS) -> int:
 
 
 def printable(text: str) -> str:
-    """No control character of the data reaches the terminal."""
+    """Printable text: no control character of the data reaches the terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text)
 
 
@@ -272,7 +272,7 @@ def marked_text(example: "TrainingExample", tokenizer: "Tokenizer") -> str:
 
 
 def coloured_text(example: "TrainingExample", tokenizer: "Tokenizer") -> Any:
-    """As text for a terminal: supervised tokens on green in two shades, context dim, special tokens bold."""
+    """Training example as coloured text for a terminal: supervised tokens on green in two shades, context dim, special tokens bold."""
     from rich.text import Text
 
     text = Text()
@@ -304,6 +304,6 @@ def _closed(weight: float) -> str:
 
 
 def _piece(tokenizer: "Tokenizer", token: int) -> str:
-    """No control character of the data reaches the terminal."""
+    """Printable piece of a token: no control character of the data reaches the terminal."""
     text = tokenizer.piece(token).replace("\n", "⏎")
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -47,7 +47,7 @@ def run(flags: FLAGS) -> int:
 
 
 def hf_tensors(artifact: "Artifact") -> "dict[str, Tensor]":
-    """Under the names that Hugging Face knows, so that q, k and v are three tensors and a GGUF file has the same ones."""
+    """Tensors under Hugging Face's names, so that q, k and v are three tensors and a GGUF file has the same ones."""
     from assay.model.families import hf_layout, to_foreign
     from assay.store.artifact import merged_tensors
 

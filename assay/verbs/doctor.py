@@ -83,7 +83,7 @@ def _fits() -> dict[str, list[str]]:
 
 
 def trainable_models(available: int) -> list[str]:
-    """For each way to train, the largest of the known shapes that `assay plan` says would fit, and what it would take."""
+    """Largest of the known model shapes that `assay plan` says would fit, for each way to train, and what it would take."""
     from assay.recipes.memory_plan import GIB, PlannedModel, PlannedWork, plan_memory
 
     lines = []

@@ -112,7 +112,7 @@ def evaluate_model(flags: FLAGS) -> "Evaluation":
 
 
 def training_texts(files: Iterable[Path]) -> Iterable[str]:
-    """Everything that is said in the training files: plain text, or every string of every row."""
+    """Texts of the training files: plain text, or every string of every row."""
     from assay.data.data_files import ROW_READERS, read_rows
     from assay.evaluation.soundness import row_text
 

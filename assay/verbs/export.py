@@ -57,7 +57,7 @@ def remove_export(where: Path) -> None:
 
 
 def calibration_rows(source: "Artifact", text: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Whole rows of the text's tokens: those that gptq is fitted to, and the last eighth, on which it is judged."""
+    """Calibration rows of the text's tokens: those that gptq is fitted to, and the last eighth, on which it is judged."""
     from assay.editing.moments import read_text
     from assay.errors import UsageError
     from assay.store.llm_compressor import require_llm_compressor

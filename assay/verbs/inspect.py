@@ -42,7 +42,7 @@ def run(flags: FLAGS) -> int:
 
 
 def describe_artifact(place: "ArtifactPlace") -> dict[str, Any]:
-    """Everything there is to say without loading a weight. Damaged bytes raise ArtifactError."""
+    """Description of an artifact without loading a weight. Damaged bytes raise ArtifactError."""
     found = place.format.describe(place.path)
     return {
         "path": str(place.path), "kind": place.kind, "holds": "adapter" if place.adapter else "model", "architecture": found.architecture,

@@ -65,7 +65,7 @@ def print_board(rows: "list[RunRow]") -> None:
 
 
 def _colour(row: "RunRow") -> str:
-    """Green is for what is proven and reached its purpose."""
+    """Colour of a run's row; green is for what is proven and reached its purpose."""
     if row.reached == "REFUTED":
         return "red"
     return COLOURS.get(row.state, "yellow") if row.reached in (None, "PROVEN") or row.state != "done and proven" else "yellow"

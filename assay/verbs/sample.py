@@ -140,7 +140,7 @@ def engine_for(flags: FLAGS, artifact: "Artifact", requests: "Sequence[Generatio
 
 
 def generate_completions(engine: "Engine", requests: "Sequence[GenerationRequest]", heading: str) -> "list[Completion]":
-    """What is streamed is printed as it comes, under its heading."""
+    """Generate completions; what is streamed is printed as it comes, under its heading."""
     place = {engine.submit(request): row for row, request in enumerate(requests)}
     print(heading, end="")
     done: dict[int, Completion] = {}

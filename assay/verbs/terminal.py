@@ -12,12 +12,12 @@ SECONDS = 5.0  # between two lines of progress where there is no terminal
 
 
 def line_printer(*, json: bool) -> Callable[[str], None]:
-    """Prints a line at once; to stderr where stdout is kept for JSON."""
+    """Printer of lines, at once; to stderr where stdout is kept for JSON."""
     return partial(print, file=sys.stderr if json else sys.stdout, flush=True)
 
 
 def keep_silent(_: str) -> None:
-    """What is not said stands in the ledger."""
+    """Print nothing: what is not printed stands in the ledger."""
 
 
 def headline_of(folder: Path) -> str | None:
@@ -40,7 +40,7 @@ class ShowProgress(Protocol):
 
 @contextmanager
 def progress_line() -> Iterator[ShowProgress]:
-    """On stderr: on a terminal one line that is rewritten, elsewhere one every few seconds, and the last."""
+    """Progress on stderr: on a terminal one line that is rewritten, elsewhere one every few seconds, and the last."""
     terminal, printed = sys.stderr.isatty(), time.monotonic()
 
     def show(words: str, *, last: bool = False) -> None:

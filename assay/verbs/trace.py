@@ -212,7 +212,7 @@ def print_activations(seen: "Trace", *, every: bool) -> None:
 
 
 def print_divergence(found: "PassDivergence", *, every: bool) -> None:
-    """Those that diverge, as many again that came nearest to it, and the logits; or every site."""
+    """Print the sites that diverge, as many again that came nearest to it, and the logits; or every site."""
     near = sorted(found.gaps, key=lambda gap: -gap.excess)[: len(found.diverging[: 2 * NEAREST]) + NEAREST]
     chosen = [gap for gap in found.gaps if every or gap in near or gap.site.name == "logits"]
     rows = [[str(gap.site), f"{gap.free.error:.1e}", f"{gap.free.cosine:.6f}", f"{gap.introduced.worst:.1e}", f"{gap.bound:.1e}",

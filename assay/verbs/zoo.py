@@ -54,7 +54,7 @@ def run(flags: FLAGS) -> int:
 
 
 def ask_witness_alone(faults: "list[Fault]", *, as_json: bool) -> int:
-    """Measured on runs whose other checks say nothing; what the witness does not catch is no failure of this command."""
+    """Measure the witness alone, on runs whose other checks say nothing; what it does not catch is no failure of this command."""
     from assay.zoo.witness_alone import summary_of, witness_alone
 
     found = []

@@ -1,1 +1,1 @@
-"""Witness: training steps and examples of an evaluation made again from options and files alone, by code that shares none of theirs."""
+"""Witness: training steps and examples of an evaluation recomputed from options and files alone, by code that shares none of theirs."""

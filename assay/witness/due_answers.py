@@ -17,7 +17,7 @@ SAYS_SO = re.compile(r"\banswer\s*(?:is|:|=)", re.IGNORECASE)
 
 
 class Stated(NamedTuple):
-    """Where it begins and ends in the text, and what stands within the mark."""
+    """Stated answer: where it begins and ends in the text, and what stands within the mark."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ def row_gold(row: Mapping[str, Any]) -> str:
 
 
 def strict_answer(text: str) -> str | None:
-    """Stated exactly once, and all of what is stated."""
+    """Answer that is stated exactly once, and all of what is stated."""
     said, matched = outside_thoughts(text)
     if not matched:
         return None
@@ -73,7 +73,7 @@ def lenient_answer(text: str) -> str | None:
 
 
 def is_same(answer: str | None, gold: str) -> bool:
-    """As numbers where one of them is a number, else as words."""
+    """Whether two answers are the same: as numbers where one of them is a number, else as words."""
     if not (answer or "").strip():
         return False
     assert answer is not None
@@ -95,7 +95,7 @@ def words_alike(text: str) -> str:
 
 
 def outside_thoughts(text: str) -> tuple[str, bool]:
-    """Without what is between think tags, the first of which the prompt may have opened; and whether no tag is left."""
+    """Text without what is between think tags, the first of which the prompt may have opened; and whether no tag is left."""
     closed, opened = text.find(THOUGHT), text.find(THINKING)
     rest, said = (THINKING + text if closed >= 0 and not 0 <= opened < closed else text), ""
     while (start := rest.find(THINKING)) >= 0 and (end := rest.find(THOUGHT, start)) >= 0:
@@ -134,7 +134,7 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def hashes(text: str, *, later: bool) -> Iterator[Stated]:
-    """What follows four # or more on the line; `later`: on the next line that says something."""
+    """Answers after four # or more on the line; `later`: on the next line that says something."""
     at = 0
     while (start := text.find("####", at)) >= 0:
         after = start + len(text[start:]) - len(text[start:].lstrip("#"))
@@ -160,7 +160,7 @@ def outermost(stated: list[Stated]) -> list[Stated]:
 
 
 def unwrapped(words: str) -> str:
-    """Without the stars, dollars, brackets, boxes and #### around all of it."""
+    """Text without the stars, dollars, brackets, boxes and #### around all of it."""
     while True:
         words = words.strip()
         around = list(boxes(words))

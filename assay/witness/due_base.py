@@ -19,7 +19,7 @@ FIXED = ("embed", "wte", "wpe", "lm_head", "norm", "ln_")  # of these names no p
 
 
 def asked_base_dtype(options: Mapping[str, Any], parent: Path) -> str | None:
-    """By the options; of an adapter that is trained on, by its manifest."""
+    """Base dtype by the options; of an adapter that is trained on, by its manifest."""
     earlier = read_fields(parent / "manifest.json").get("facts", {}) if (parent / "adapter_config.json").is_file() else {}
     return (earlier.get("base") or {}).get("held") if earlier else options.get("base_dtype")
 

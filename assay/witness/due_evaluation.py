@@ -1,4 +1,4 @@
-"""Due evaluation: of a kept sample of an evaluation's examples, what their prompts, texts and scores must be, from options and files alone.
+"""Due evaluation: what the prompts, texts and scores of an evaluation's kept examples must be, from options and files alone.
 
     python -m assay.witness.due_evaluation evals/a cpu        one JSON line with three verdicts
 
@@ -74,7 +74,7 @@ class KeptEvaluation:
         return self.renderer.ids(self.renderer.render([{"role": "user", "content": text}], prompt=True))
 
     def first_id(self) -> int:
-        """What stands before a text that nothing precedes: BOS, else EOS."""
+        """Token id before a text that nothing precedes: BOS, else EOS."""
         settings, vocabulary = self.renderer.settings, self.renderer.vocabulary
         fields = [read_fields(self.renderer.folder / name).get("bos_token_id") for name in ("config.json", "generation_config.json")]
         others = [] if "bos_token" in settings else [id for id in fields if isinstance(id, int)]
@@ -86,7 +86,7 @@ class KeptEvaluation:
 
 
 def judge_evaluation(folder: Path, device: str = "cpu") -> list[Verdict]:
-    """What the witness says of an evaluation's prompts, texts and scores; what it does not know is UNPROVEN, with the reason."""
+    """Judge an evaluation's prompts, texts and scores as the witness; what it does not know is UNPROVEN, with the reason."""
     kept = KeptEvaluation(folder, device)
     return [_judged(check, judge, kept) for check, judge in ((PROMPTS, judge_prompts), (TEXTS, judge_said_texts), (GRADES, judge_scores))]
 
@@ -121,7 +121,7 @@ def judge_prompts(kept: KeptEvaluation) -> Verdict:
 
 
 def _by_transformers(kept: KeptEvaluation) -> str:
-    """Which tokenizer has said so."""
+    """Message that says which tokenizer the ids come from."""
     if not importlib.util.find_spec("transformers"):
         return ", in the ids that `tokenizers` gives (transformers is not installed)"
     from transformers import AutoTokenizer
@@ -182,7 +182,7 @@ def due_prompt(task: str, row: Mapping[str, Any]) -> str:
 
 
 class Rescored(NamedTuple):
-    """Of one text: how far in nats it is from what was recorded, its tokens, and how its draws lie about their mean."""
+    """Rescored text: how far in nats it is from what was recorded, its tokens, and how its draws lie about their mean."""
 
     nats: float
     tokens: int
@@ -306,7 +306,7 @@ def stated(logits: Tensor, temperature: float, top_k: int, top_p: float) -> tupl
 
 
 def due_text(kept: KeptEvaluation, ids: Sequence[int]) -> str:
-    """Without special tokens, and before the first stop string; an id without a token stands as ⟨id⟩."""
+    """Detokenized text without special tokens, and before the first stop string; an id without a token stands as ⟨id⟩."""
     text = decoded(kept.renderer.vocabulary, ids)
     return text[:min((at for stop in STOPS.get(kept.task, ()) if (at := text.find(stop)) >= 0), default=len(text))]
 
@@ -337,7 +337,7 @@ def likelihoods(kept: KeptEvaluation, model: Any, item: Mapping[str, Any], row: 
 
 
 def continuation_ids(kept: KeptEvaluation, context: str, option: str) -> tuple[list[int], list[int]]:
-    """As both stand in the joined text; where a token spans the seam, each as it stands alone."""
+    """Token ids of context and option as both stand in the joined text; where a token spans the seam, each as it stands alone."""
     before, whole = kept.begun(context), kept.begun(context + option)
     joined = whole[:len(before)] == before and len(whole) > len(before)
     return before, whole[len(before):] if joined else kept.renderer.ids(option)

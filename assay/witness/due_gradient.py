@@ -32,7 +32,7 @@ TOP_GPT2 = {"embed": "transformer.wte", "position": "transformer.wpe", "norm": "
 
 
 class Adapter(NamedTuple):
-    """What the options say of it: its rank, its scale, and the layers by transformers' leaf names."""
+    """Adapter as the options describe it: its rank, its scale, and the layers by transformers' leaf names."""
 
     rank: int
     scale: float
@@ -85,7 +85,7 @@ class TwinModel:
         return dict(zip(names, tensor.split([self.shapes[each][0] for each in names]), strict=True))
 
     def adapted(self, name: str, adapter: Adapter) -> list[str]:
-        """Of the matrix `name`, the layers that the options adapt, in the order of its rows."""
+        """Layers of the matrix `name` that the options adapt, in the order of its rows."""
         return [each for each in self.foreign(name) if {each.removesuffix(".weight"), each.split(".")[-2]} & {*adapter.targets}]
 
     def adaptable(self, adapter: Adapter) -> set[str]:
@@ -145,7 +145,7 @@ def kl(one: Tensor, other: Tensor) -> Tensor:
 
 
 def a_few_at_a_time(texts: Sequence[DueText], most: int) -> Iterator[list[DueText]]:
-    """By length, so that little is padding; at most so many tokens."""
+    """Texts in groups of similar length, so that little is padding; at most so many tokens in each."""
     some: list[DueText] = []
     for text in sorted(texts, key=lambda text: len(text.tokens)):
         if some and (len(some) + 1) * len(text.tokens) > most:
@@ -164,7 +164,8 @@ def right_padded(texts: Sequence[DueText]) -> tuple[Tensor, Tensor]:
 
 def due_gradient(twin: TwinModel, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], adapter: Adapter | None,
                  texts: Sequence[DueText], costs: CostOfTokens = cross_entropy, divisor: float | None = None) -> DueGradient:
-    """Of the mean over all learned tokens of the step: one sum, divided once. Padding stands behind a text, where no model looks."""
+    """Gradient of the mean over all learned tokens of the step: one sum, divided once. Padding stands behind a text, where no model
+    looks."""
     leaves = {name: tensor.to(twin.device, twin.dtype, copy=True).requires_grad_() for name, tensor in trained.items()}
     texts = [text for text in texts if any(text.weights)]
     weight, total = sum(sum(text.weights) for text in texts), 0.0
@@ -193,7 +194,7 @@ def live_weights(twin: TwinModel, leaves: Mapping[str, Tensor], frozen: Mapping[
 
 
 def read_safetensors(folder: Path, single: str = "model.safetensors", device: str = "cpu") -> dict[str, Tensor]:
-    """All tensors of a folder, sharded or not, on a device."""
+    """Read all tensors of a folder, sharded or not, on a device."""
     index = folder / f"{single}.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [single]
     if not all((folder / file).is_file() for file in files):

@@ -1,4 +1,4 @@
-"""Due looks: of an evaluation that GRPO made during its run, or of the gain at its end, what prompts, texts and scores must be.
+"""Due evaluations of GRPO: what the prompts, texts and scores of an evaluation during the run, or of the gain at its end, must be.
 
 A record is `RUN/witness/eval-NAME/record.json`: which held-out prompts were asked, where the weights lie that answered, and a few of the
 prompts with their completions and scores. Everything else comes from config.yaml and the files: the held-out rows are worked out again and
@@ -76,7 +76,7 @@ def prompt_text(renderer: Renderer, row: Row) -> str:
 
 
 def judge_look(folder: Path, device: str = "cpu") -> Verdict:
-    """What the witness says of one kept evaluation; what it does not know is UNPROVEN."""
+    """Judge one kept evaluation as the witness; what it does not know is UNPROVEN."""
     try:
         kept = KeptLook(folder, device)
         against = [*wrong_asking(kept), *wrong_held_out(kept)]
@@ -98,7 +98,7 @@ def judge_look(folder: Path, device: str = "cpu") -> Verdict:
 
 
 def judge_looks(folders: Sequence[Path], device: str = "cpu") -> Verdict:
-    """Of several; each verdict is left beside its record."""
+    """Judge several recorded evaluations; each verdict is left beside its record."""
     said = [judge_look(folder, device) for folder in folders]
     for folder, each in zip(folders, said, strict=True):
         (folder / SAID).write_text(json.dumps(each.to_json(), default=str))
@@ -174,7 +174,7 @@ def wrong_scores(kept: KeptLook) -> list[str]:
 
 
 def due_look_scores(kept: KeptLook) -> list[float]:
-    """What the metric gives every kept completion."""
+    """Score of every kept completion by the metric."""
     return due_scores(due_metric(kept.run_options), [
         (kept.held_out[item["id"]].text, sample["text"], {**kept.held_out[item["id"]].values, "completion_tokens": len(sample["ids"])})
         for item in kept.facts["items"] for sample in item["samples"]])

@@ -70,7 +70,7 @@ def said_pair(file: str, number: int, values: Mapping[str, Any]) -> ReadPair:
 
 
 def text_sides(columns: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Without a prompt, what both begin with is one; a space at its end belongs to the answers."""
+    """Prompt, chosen and rejected text. Without a prompt, what both begin with is one; a space at its end belongs to the answers."""
     chosen, rejected = columns["chosen"], columns["rejected"]
     if "prompt" in columns:
         return columns["prompt"], chosen, rejected
@@ -81,7 +81,8 @@ def text_sides(columns: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def message_sides(columns: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Without a list of prompt messages, those that both begin with; what one side ends with is no part of it."""
+    """Prompt, chosen and rejected messages. Without a list of prompt messages, those that both begin with; what one side ends with is no
+    part of it."""
     chosen, rejected = ([plain_message(turn) for turn in columns[side]] for side in ("chosen", "rejected"))
     if isinstance(columns.get("prompt"), list):
         return [plain_message(turn) for turn in columns["prompt"]], chosen, rejected
@@ -92,7 +93,7 @@ def message_sides(columns: Mapping[str, Any]) -> tuple[list[Any], list[Any], lis
 
 
 def said_answers(file: str, number: int, values: Mapping[str, Any]) -> list[ReadPair]:
-    """Of KTO: a labelled row, or a pair as two of them."""
+    """Answers of a KTO file: a labelled row, or a pair as two of them."""
     if values.get("label") is None and values.get("chosen") is not None:
         pair = said_pair(file, number, values)
         assert pair.second is not None
@@ -107,7 +108,7 @@ def said_answers(file: str, number: int, values: Mapping[str, Any]) -> list[Read
 
 
 def learned_rows(options: Mapping[str, Any], recipe: str) -> list[ReadPair]:
-    """All rows of all files but those that are held out, with all of their prompt where there are enough of those."""
+    """Training rows: all rows of all files but those that are held out, with all of their prompt where there are enough of those."""
     rows = list[ReadPair]()
     for path in (Path(file) for file, _ in named_sources(options)):
         for number, values in enumerate(islice(file_rows(path), options.get("limit")), 1):
@@ -149,7 +150,7 @@ def side_texts(row: Sequence[DuePair]) -> list[DueText]:
 
 
 def preferred_pairs(renderer: Renderer, said: Sequence[ReadPair], options: Mapping[str, Any]) -> list[DuePair]:
-    """Both sides cut alike; a pair goes where one side does, and where nothing is left to prefer."""
+    """Pairs with both sides cut alike; a pair goes where one side does, and where nothing is left to prefer."""
     found = []
     for row in said:
         assert row.second is not None
@@ -161,7 +162,7 @@ def preferred_pairs(renderer: Renderer, said: Sequence[ReadPair], options: Mappi
 
 
 def answers_and_others(renderer: Renderer, said: Sequence[ReadPair], options: Mapping[str, Any]) -> list[DuePair]:
-    """Beside each answer its prompt with the answer before it that says something else to another prompt."""
+    """Each answer, and beside it its prompt with the answer before it that says something else to another prompt."""
     kept = [(row, text) for row in said
             if (text := fitted(renderer.texts(row.first)[0], options["max_length"], options["too_long"])) is not None and any(text.weights)]
     found = []
@@ -179,7 +180,7 @@ def answers_and_others(renderer: Renderer, said: Sequence[ReadPair], options: Ma
 
 
 def from_learned(text: DueText) -> tuple[list[int], list[float]]:
-    """From the first token that is learned."""
+    """Tokens and weights from the first token that is learned."""
     begin = next(place for place, weight in enumerate(text.weights) if weight)
     return text.tokens[begin:], text.weights[begin:]
 
@@ -192,7 +193,7 @@ def due_pair(row: ReadPair, first: DueText, second: DueText) -> DuePair:
 
 def pair_costs(twin: TwinModel, policy: Mapping[str, Tensor], parent: Mapping[str, Tensor], pairs: Sequence[DuePair],
                options: Mapping[str, Any], recipe: str) -> CostOfTokens:
-    """Of the tokens of both sides, so that all of them together cost what the pairs do."""
+    """Cost of the tokens of both sides, so that all of them together cost what the pairs do."""
     texts = side_texts(pairs)
     needed = recipe == "Kto" or options["loss_type"] not in ("simpo", "orpo")
     sums, theirs = summed(twin, policy, texts), summed(twin, parent, texts) if needed else {}
@@ -217,7 +218,8 @@ def pair_costs(twin: TwinModel, policy: Mapping[str, Tensor], parent: Mapping[st
 
 def reward_costs(twin: TwinModel, policy: Mapping[str, Tensor], pairs: Sequence[DuePair], options: Mapping[str, Any],
                  token: int | None) -> CostOfTokens:
-    """Of a reward model: the logit of its token at the end of each text is what that is worth. It costs at the last learned token."""
+    """Cost of tokens for a reward model: the logit of its token at the end of each text is the text's reward. It costs at the last learned
+    token."""
     if token is None:
         raise NotWitnessed(f"the tokenizer has no {REWARD_TOKEN_NAME}")
 
@@ -259,7 +261,7 @@ def summed(twin: TwinModel, weights: Mapping[str, Tensor], texts: Sequence[DueTe
 
 
 def pair_losses(said: Tensor, parent: Tensor, tokens: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Of each pair, (chosen, rejected) in the columns; as the papers write them."""
+    """Loss of each pair, (chosen, rejected) in the columns; as the papers write them."""
     kind, wrong = options["loss_type"], options["label_smoothing"]
     beta = options["beta"] or (2.0 if kind == "simpo" else 0.1)
     ratio, mean = said - parent, (said - parent) / tokens

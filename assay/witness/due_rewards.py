@@ -48,7 +48,7 @@ def due_metric(options: Mapping[str, Any]) -> DueRule:
 
 
 def due_scores(rule: DueRule, given: Sequence[Given]) -> list[float]:
-    """Before the weight."""
+    """Scores by one reward rule, before the weight."""
     if ".py:" in rule.name:
         file, name = rule.name.rsplit(":", 1)
         return ask_function(file, name, given)

@@ -1,4 +1,4 @@
-"""Due rollout: from kept completions and rewards, the prompts that were due, the advantages, and what each token costs.
+"""Due rollout: the prompts that were due, the advantages, and the loss of each token, from kept completions and rewards.
 
 The completions, the log-probabilities that they were drawn with and their rewards are the run's own; everything made of them is
 worked out again, and the reference's log-probabilities come from the fork's bytes.
@@ -37,7 +37,7 @@ class PromptPlan:
         self.take_apart(options)
 
     def take_apart(self, options: Mapping[str, Any]) -> None:
-        """By source, where --data has weights; else all are one."""
+        """Split the prompts by source, where --data has weights; else all are one."""
         weighted = [(f"{Path(file).name}:", weight) for file, weight in named_sources(options) if weight is not None]
         self.shares = smallest_shares([weight for _, weight in weighted]) if weighted else [1]
         self.parts = [[each for each in self.prompts if each.name.startswith(begin)] for begin, _ in weighted] or [self.prompts]
@@ -45,7 +45,7 @@ class PromptPlan:
 
     @cached_property
     def steps(self) -> int:
-        """Until a source would have to be read once more than --num-train-epochs allows."""
+        """Number of steps until a source would have to be read once more than --num-train-epochs allows."""
         due, most = 0, [self.options["num_train_epochs"] * len(part) for part in self.parts]
         while len(self.parts) > 1:
             source, number = source_and_number(due, self.shares)
@@ -66,7 +66,7 @@ class PromptPlan:
 
 
 def prompt_ids(renderer: Renderer, row: Row) -> list[int]:
-    """Up to the generation prompt; of a whole conversation, before its last answer."""
+    """Token ids of a prompt up to the generation prompt; of a whole conversation, before its last answer."""
     if row.messages and renderer.template is not None:
         answers = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]
         before = row.messages[:row.learned_from or (answers[-1] if answers else len(row.messages))]
@@ -154,7 +154,7 @@ def due_rollout(groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
 
 
 def kept_draw(said: Mapping[str, Any], number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What holds a text's log-probabilities: a completion, or one sequence of an episode."""
+    """Record that holds a text's log-probabilities: a completion, or one sequence of an episode."""
     if "sequences" not in said:
         return said
     weighed = options.get("vllm_server_base_url") and options["vllm_importance_sampling_correction"]
@@ -164,7 +164,7 @@ def kept_draw(said: Mapping[str, Any], number: int, options: Mapping[str, Any]) 
 
 
 def importance_weights(said: Mapping[str, Any], tokens: int, logprobs: Sequence[float], options: Mapping[str, Any]) -> list[float]:
-    """Where a server drew a completion, its own log-probabilities are kept beside the trainer's."""
+    """Importance weights of a completion's tokens: where a server drew it, its own log-probabilities are kept beside the trainer's."""
     theirs = said.get("sampler_logprobs")
     if theirs is None:
         return [1.0] * tokens
@@ -224,7 +224,7 @@ def aligned(texts: Sequence[DueText], streams: Mapping[str, list[float]]) -> Ten
 
 def fork_weights(twin: TwinModel, frozen: Mapping[str, Tensor], factors: Mapping[str, Tensor],
                  adapter: Adapter | None) -> dict[str, Tensor]:
-    """What the run began with: the parent's weights, with the parent's adapter where it was one."""
+    """Weights that the run began with: the parent's, with the parent's adapter where it was one."""
     weights = {name: tensor.to(twin.device, twin.dtype) for name, tensor in frozen.items()}
     for name in weights if adapter is not None else ():
         stem = f"base_model.model.{name.removesuffix('.weight')}"

@@ -37,7 +37,7 @@ def seed_at(seed: int, *address: str | int) -> int:
 
 
 def shuffled_place(place: int, size: int, key: int) -> int:
-    """Where `place` goes in the permutation of `size` that `key` names: a Feistel network on a board hardly larger than `size`."""
+    """Place of `place` in the permutation of `size` that `key` names: a Feistel network on a board hardly larger than `size`."""
     height = math.isqrt(size - 1) + 1
     width = -(-size // height)
     keys = round_keys(key)
@@ -153,7 +153,7 @@ class MixedPlan:
 
 
 def smallest_shares(weights: Sequence[Fraction]) -> list[int]:
-    """Whole numbers in the proportion of the weights, as small as they can be."""
+    """Shares as whole numbers in the proportion of the weights, as small as they can be."""
     least = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * least) for weight in weights]
     return [share // math.gcd(*whole) for share in whole]
@@ -168,7 +168,7 @@ def source_and_number(row: int, shares: Sequence[int]) -> tuple[int, int]:
 
 @functools.lru_cache(8)
 def source_turns(shares: tuple[int, ...]) -> list[int]:
-    """Of one cycle: every row belongs to the source that is furthest behind its share."""
+    """Sources of the rows of one cycle: every row belongs to the source that is furthest behind its share."""
     given, turns = [0] * len(shares), list[int]()
     for _ in range(sum(shares)):
         turns.append(min(range(len(shares)), key=lambda each: Fraction(2 * given[each] + 1, shares[each])))

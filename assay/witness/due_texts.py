@@ -96,7 +96,7 @@ class Row:
 
 
 def read_tools(values: Mapping[str, Any]) -> list[Any] | None:
-    """Of a row: a list, or one as JSON text."""
+    """Tools of a row: a list, or one as JSON text."""
     tools = values.get("tools")
     return (json.loads(tools) if isinstance(tools, str) else tools) or None
 
@@ -134,7 +134,7 @@ def named_sources(options: Mapping[str, Any]) -> list[tuple[str, Fraction | None
 
 
 def training_rows(options: Mapping[str, Any]) -> list[Row]:
-    """All rows of all files but those that are held out."""
+    """Training rows: all rows of all files but those that are held out."""
     rows = [Row(Path(file).name, number, values, options["gsm8k"]) for file, _ in named_sources(options)
             for number, values in enumerate(islice(file_rows(Path(file)), options.get("limit")), 1)]
     if options["held_out_data"] is not None:
@@ -221,7 +221,7 @@ class Renderer:
         return self.vocabulary.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
-        """What the tokenizer puts before a plain text."""
+        """Token ids that the tokenizer puts before a plain text."""
         around, alone = self.vocabulary.encode("a", add_special_tokens=True).ids, self.ids("a")
         return next((around[:i] for i in range(len(around)) if around[i:i + len(alone)] == alone), [])
 
@@ -252,7 +252,7 @@ class Renderer:
 
 
 def fitted(text: DueText, length: int, too_long: str) -> DueText | None:
-    """Within `length` tokens: dropped, or cut where something that is learned is left."""
+    """Text within `length` tokens: dropped, or cut where something that is learned is left."""
     if len(text.tokens) <= length:
         return text
     if too_long == "drop" or not any(text.weights[:length]):
@@ -261,7 +261,7 @@ def fitted(text: DueText, length: int, too_long: str) -> DueText | None:
 
 
 def texts_to_learn(folder: Path, options: Mapping[str, Any]) -> list[DueText]:
-    """Everything that the options say is learned from, in the order of the files."""
+    """Texts that the options say are learned from, in the order of the files."""
     renderer = Renderer(folder, options)
     rendered = [text for row in training_rows(options) for text in renderer.texts(row)]
     return [kept for text in rendered if (kept := fitted(text, options["max_length"], options["too_long"])) is not None]

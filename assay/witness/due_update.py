@@ -18,14 +18,15 @@ SAFETY = 1.01
 
 
 class Budgeted(NamedTuple):
-    """When a run ends: known from the options, or decided on the way where time decides."""
+    """End of a run: known from the options, or decided on the way where time decides."""
 
     stop_at: int | None
     decay_from: int | None
 
 
 def rate_share(step: int, options: Mapping[str, Any], steps: int | None, end: Budgeted, *, tuning: bool) -> float:
-    """Of the peak rate at `step`, counted from 0: linear warm-up, then half a cosine to a tenth, or flat and linearly to 0."""
+    """Share of the peak learning rate at `step`, counted from 0: linear warm-up, then half a cosine to a tenth, or flat and linearly to
+    0."""
     warmup: int = options["warmup_steps"]
     down: int | None = None
     if tuning and steps:
@@ -45,7 +46,7 @@ def rate_share(step: int, options: Mapping[str, Any], steps: int | None, end: Bu
 
 
 def clipped(gradients: Mapping[str, Tensor], most: float) -> tuple[dict[str, Tensor], float]:
-    """All gradients scaled down to one norm together; and the norm they had."""
+    """Gradients scaled down to one norm together; and the norm they had."""
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     return {name: gradient * min(1.0, most / (norm + 1e-6)) for name, gradient in gradients.items()}, norm
 

@@ -116,7 +116,7 @@ class KeptStep:
 
     @property
     def divisor(self) -> float | None:
-        """What the sum over the step is divided by, where that is not its learned tokens."""
+        """Divisor of the sum over the step, where that is not its learned tokens."""
         if self.recipe in PAIRED:
             return float(sum(map(len, self.pairs.due(self.step))))
         return self.rollout.divisor if self.recipe == "Grpo" else None
@@ -129,7 +129,7 @@ class KeptStep:
 
 
 def replay_step(folder: Path, device: str = "cpu") -> Verdict:
-    """What the witness says of one kept step; a setting that it does not know is UNPROVEN."""
+    """Replay one kept step as the witness, and judge it; a setting that it does not know is UNPROVEN."""
     try:
         kept = KeptStep(folder, device)
         return judge_step(kept, *due_texts(kept))
@@ -138,7 +138,7 @@ def replay_step(folder: Path, device: str = "cpu") -> Verdict:
 
 
 def replay_steps(folders: Sequence[Path], device: str = "cpu") -> Verdict:
-    """Of several kept steps; each verdict is left beside its record, whose tensors go where nothing is against them."""
+    """Replay several kept steps; each verdict is left beside its record, whose tensors go where nothing is against them."""
     said = []
     for folder in folders:
         began = time.monotonic()
@@ -244,21 +244,21 @@ def model_shape(kept: KeptStep) -> dict[str, Any] | Path:
 
 
 def base_weights(kept: KeptStep, twin: TwinModel) -> dict[str, Tensor]:
-    """Of the model's folder, in the dtype that an adapter's base is held in."""
+    """Weights of the model's folder, in the dtype that an adapter's base is held in."""
     dtype = asked_base_dtype(kept.options, Path(kept.facts["parent"]))
     held = due_base(read_safetensors(kept.folder_of_model), dtype, transposed=twin.gpt2)
     return {name: tensor.to(kept.device) for name, tensor in held.items()}
 
 
 def forked_from(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> dict[str, Tensor]:
-    """What the run began with, by the parent's bytes."""
+    """Weights that the run began with, by the parent's bytes."""
     earlier = Path(kept.facts["parent"]) / "adapter_model.safetensors"
     factors = read_safetensors(earlier.parent, earlier.name) if earlier.is_file() else {}
     return fork_weights(twin, base_weights(kept, twin), factors, adapter)
 
 
 def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostOfTokens:
-    """What predicting a token costs: its cross-entropy, what the teacher has to say of it, or what a completion was worth."""
+    """Loss of predicting a token: its cross-entropy, the teacher's divergence, or the reward of its completion."""
     options = kept.options
     if kept.recipe in PAIRED:
         trained = {name: tensor.to(twin.device, twin.dtype) for name, tensor in kept.weights(kept.before).items()}
@@ -345,7 +345,8 @@ def wrong_rows(kept: KeptStep, rows: list[list[DueText]]) -> list[str]:
 
 
 def wrong_tensors(kept: KeptStep, twin: TwinModel, trained: Mapping[str, Tensor], adapter: Adapter | None) -> list[str]:
-    """What is trained is what the options ask for: every tensor of the model, or both factors of every adapted layer."""
+    """Difference between the trained tensors and those that the options ask for: every tensor of the model, or both factors of every
+    adapted layer."""
     if adapter is None:
         due, found = set(twin.shapes), {each for name in trained for each in twin.foreign(name)}
     else:
@@ -397,12 +398,12 @@ def wrong_loss(kept: KeptStep, due: DueGradient) -> list[str]:
 
 
 def first_moment(kept: KeptStep, name: str) -> tuple[str, float]:
-    """Its key, and how much of the old one stays."""
+    """Key of a tensor's first moment, and how much of the old one stays."""
     return ("momentum", MOMENTUM) if f"state/{name}/momentum" in kept.before else ("exp_avg", BETAS[0])
 
 
 def found_gradients(kept: KeptStep) -> dict[str, Tensor]:
-    """What the first moments took in, which is the gradient after clipping."""
+    """Gradient that the first moments took in, which is the gradient after clipping."""
     found = {}
     for name in kept.weights(kept.before):
         key, stays = first_moment(kept, name)
@@ -462,7 +463,7 @@ def wrong_seconds(kept: KeptStep, found: Mapping[str, Tensor]) -> list[str]:
 
 
 def peak_and_decay(kept: KeptStep, name: str, tensor: Tensor, adapter: Adapter | None) -> tuple[float, float]:
-    """Of a tensor, as the options say."""
+    """Peak learning rate and weight decay of a tensor, as the options say."""
     options, decaying = kept.options, decays(name, tensor)
     if kept.recipe != "Pretrain":
         whole, low_rank = TUNING[kept.recipe]

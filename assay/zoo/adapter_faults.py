@@ -164,7 +164,7 @@ fault("adapter without effect", rows=("C14",), stage="load", check="architecture
 @fault("adapter on another base", rows=("Seen: other base",), stage="load", check="architecture", job=an_adapter())
 @on_disk
 def adapter_on_another_base(folder: Path) -> None:
-    """Of the same geometry: only what was recorded when it was trained can tell."""
+    """Fault: another base of the same geometry; only what was recorded when the adapter was trained can tell."""
     base = folder.parent / "base"
     base.rename(folder.parent / "the right base")
     save_model(base, tiny_model(seed=1))
@@ -335,13 +335,13 @@ def without(tensors: _Weights, part: str) -> _Weights:
 
 def saving_adapter(
         change: Callable[[dict[str, Any], _Weights], tuple[dict[str, Any], _Weights]]) -> AbstractContextManager[None]:
-    """On the way from the live adapter to adapter_config.json and its tensors."""
+    """Plant a change on the way from the live adapter to adapter_config.json and its tensors."""
     whole = saving.write_adapter
     return swap(saving, "write_adapter", lambda *parts, **named: change(*whole(*parts, **named)))
 
 
 def merging(change: Callable[[Artifact, _Weights], _Weights]) -> AbstractContextManager[None]:
-    """After the merge, before it is written."""
+    """Plant a change after the merge, before it is written."""
     whole = export_artifact.merged_tensors
     return swap(export_artifact, "merged_tensors", lambda source, dtype: change(source, dict(whole(source, dtype))))
 

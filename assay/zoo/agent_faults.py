@@ -96,7 +96,7 @@ def turn_found_by_its_header(usual: Any, asked: Any) -> Any:
 @rollout_fault("old assistant turns trained as new", ("N17",), "mask", "token_law")
 @in_place_of(Transcript, "branch")
 def history_trained(usual: Any, self: Transcript, messages: Any, pieces: Sequence[Piece]) -> None:
-    """After the template rewrote the history, all of it is taken for the policy's, because its role is assistant."""
+    """Fault: after the template rewrote the history, all of it is taken for the policy's, because its role is assistant."""
     taken = [Piece("policy", piece.ids, (-1.0,) * len(piece.ids), "0", "stop") for piece in pieces[1:]]
     usual(self, messages, [*pieces[:1], *taken])
 
@@ -146,7 +146,7 @@ def twice(usual: Any, trajectory: Trajectory) -> float | None:
 @rollout_fault("only tool-free episodes kept", ("N16",), "drop", "episode_kinds")
 @in_place_of(tiny_episodes, "as_played")
 def tools_dropped(usual: Any, played: PlayedEpisodes) -> PlayedEpisodes:
-    """Whatever called a tool raises in the parser, is tried again, and dropped in the end: what is left does without."""
+    """Fault: whatever called a tool raises in the parser, is tried again, and dropped in the end; what is left does without."""
     groups = [[replace(each, calls=1, error="the tool call could not be parsed") if each.member % 2 else each for each in group]
               for group in usual(played).groups]
     return replace(played, groups=groups)
@@ -185,7 +185,7 @@ def older_version(usual: Any, played: PlayedEpisodes) -> PlayedEpisodes:
 @rollout_fault("branch lost", ("N17",), "branch", "every_turn")
 @in_place_of(tiny_episodes, "kept_trajectories")
 def last_sequence_only(usual: Any, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Of an episode whose history the template rewrote, only the last sequence is kept."""
+    """Fault: of an episode whose history the template rewrote, only the last sequence is kept."""
     return [replace(each, sequences=each.sequences[-1:]) for each in usual(trajectories)]
 
 

@@ -253,7 +253,7 @@ def words_with_calls() -> Tokenizer:
 
 
 def a_chat_reading(folder: Path, plant: Plant) -> list[Verdict]:
-    """As the audit, with a row that is refused as a verdict."""
+    """Job: the audit, with a row that is refused as a verdict."""
     try:
         return [*a_chat_audit(ChatData(rows=calls_and_thoughts, words=words_with_calls))(folder, plant),
                 proven("conversations", "every row was read and written")]

@@ -187,7 +187,7 @@ fault("manifest of another checkpoint", rows=("C02",), stage="save", check="whol
 @fault("manifest changed by hand", rows=("C02",), stage="save", check="whole", job=a_checkpoint())
 @on_disk
 def _manifest_changed_by_hand(folder: Path) -> None:
-    """To allow what the proof had refused."""
+    """Fault: the manifest is changed by hand, to allow what the proof had refused."""
     manifest = folder / checkpoint.MANIFEST
     manifest.write_bytes(manifest.read_bytes().replace(b'"movement_bound": null', b'"movement_bound": 9999'))
 
@@ -395,19 +395,19 @@ def another(folder: Path, **options: Any) -> checkpoint.Checkpoint:
 
 
 def saving_weights(change: Callable[[_Weights], _Weights]) -> AbstractContextManager[None]:
-    """On the way from the live model to the file."""
+    """Plant a change on the way from the live model to the file."""
     whole = saving.to_foreign
     return swap(saving, "to_foreign", lambda layout, tensors: change(dict(whole(layout, tensors))))
 
 
 def saying(change: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
-    """In config.json as we write it."""
+    """Plant a change in config.json as we write it."""
     whole = saving.config_to_hf
     return swap(saving, "config_to_hf", lambda config, dtype: change(whole(config, dtype)))
 
 
 def touching(change: Callable[[Transformer], object]) -> AbstractContextManager[None]:
-    """In the live model, just before it is saved and asked for its answers."""
+    """Plant a change in the live model, just before it is saved and asked for its answers."""
     whole = tiny_models.model_contents
 
     def contents(model: Transformer, *parts: Any, **named: Any) -> Contents:
@@ -418,7 +418,7 @@ def touching(change: Callable[[Transformer], object]) -> AbstractContextManager[
 
 
 def loading_parameters(change: Callable[[Transformer], object]) -> AbstractContextManager[None]:
-    """In the live model, after the tensors of the file were put there."""
+    """Plant a change in the live model, after the tensors of the file were put there."""
     whole = artifact.assemble_model
 
     def assembled(*parts: Any) -> Transformer:

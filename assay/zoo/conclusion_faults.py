@@ -188,7 +188,7 @@ def three_seeds_each(_: Path, plant: Plant) -> list[Verdict]:
 
 
 def form_and_answer(_: Path, plant: Plant) -> list[Verdict]:
-    """After training every answer has its form, and half of those that were right are wrong."""
+    """Job: after training every answer has its form, and half of those that were right are wrong."""
     arms = [Arm(name, "accuracy", (_run(right),), False) for name, right in (
         ("before", np.arange(PROBLEMS) < 60), ("after", np.arange(PROBLEMS) < 30))]
     return _concluded(plant, arms)
@@ -204,7 +204,7 @@ def a_falling_reward(_: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_probe(_: Path, plant: Plant) -> list[Verdict]:
-    """Of a saved artifact and of its parent, which is healthy."""
+    """Job: probe a saved artifact and its parent, which is healthy."""
     parent = probe(healthy_texts, BUILT_IN_PROMPTS, n=4, name="parent")
     with plant(_):
         child = probe(own.healthy_texts, BUILT_IN_PROMPTS, n=4, name="child")
@@ -230,7 +230,7 @@ def a_run_with_ragged_documents(_: Path, plant: Plant) -> list[Verdict]:
 
 
 def chosen(scores: Sequence[np.ndarray]) -> int:
-    """Which of a run's evaluations is handed over."""
+    """Index of the evaluation whose checkpoint is handed over."""
     return choose_best(list(scores)).best
 
 

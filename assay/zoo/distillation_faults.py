@@ -57,7 +57,7 @@ fault("teacher that cannot read the text", rows=("L08",), stage="distil", check=
 @fault("teacher's answers shifted by one", rows=("L05",), stage="distil", check="loss", job=a_distillation_preflight())
 @in_place_of(distillation, "flat_states")
 def shifted_by_one(usual: Any, model: Transformer, batch: Batch) -> Tensor:
-    """What it says of the next token is held against the student's word on this one."""
+    """Fault: the teacher's distribution of the next token is compared with the student's of this one."""
     states = usual(model, batch)
     return states if model.embed.weight.requires_grad else states.roll(-1, 0)
 

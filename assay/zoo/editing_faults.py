@@ -141,7 +141,7 @@ def writing_model() -> Transformer:
 
 
 def opened_facts_model(folder: Path) -> LoadedModel:
-    """As read back from a checkpoint."""
+    """Model of the known facts, as read back from a checkpoint."""
     save_model(folder, tiny_facts.facts_model(), tokenizer=tiny_facts.facts_tokenizer())
     return LoadedModel(open_artifact(folder))
 

@@ -72,13 +72,13 @@ def a_greedy_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_witnessed_evaluation(folder: Path, plant: Plant) -> list[Verdict]:
-    """Whatever its own checks say, the kept examples are looked at by the witness."""
+    """Job: an evaluation whose kept examples are rescored by the witness, whatever its own checks say."""
     return list(clean_witness()) if plant is nothing else _witnessed_evaluation(folder, plant)
 
 
 @functools.cache
 def clean_witness() -> list[Verdict]:
-    """Of the clean twin, once for all faults that the witness alone sees."""
+    """Verdicts of the clean twin, once for all faults that the witness alone sees."""
     folder = tiny_training.process_folder() / "witnessed-evaluation"
     folder.mkdir()
     return _witnessed_evaluation(folder, nothing)
@@ -106,7 +106,7 @@ def write_witnessed_evaluation(folder: Path, plant: Plant = nothing) -> None:
 
 
 def two_evaluations(folder: Path, plant: Plant) -> list[Verdict]:
-    """The second is held against the first one's record of what it was asked."""
+    """The second is compared with the first one's record of what it was asked."""
     data = write_examples(folder / "test.jsonl", _ROWS)
     an_evaluation(folder, nothing)
     recorded = json.loads((folder / "out" / "eval.json").read_text())["dataset"]

@@ -245,7 +245,7 @@ def another_models_file(usual: Any, request: dict[str, Any], seconds: float) -> 
 
 @functools.cache
 def a_compressed_folder(form: ExportFormat) -> Job:
-    """As another tool would leave it, without a manifest; struck on the disk, and proven against its source."""
+    """Job: a compressed folder as another tool would leave it, without a manifest; struck on the disk, and proven against its source."""
     def job(folder: Path, plant: Plant) -> list[Verdict]:
         source, where = open_artifact(save_hf_folder(folder / "source", tiny_model())), folder / "model"
         bound = export_artifact(source, form, where)

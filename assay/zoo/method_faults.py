@@ -53,7 +53,8 @@ fault("KTO's completions not mismatched", rows=(), stage="data", check="feedback
 @fault("KTO's KL of each micro-batch", rows=("L03", "N41"), stage="loss", check="kl", job=a_kto_preflight)
 @in_place_of(unpaired, "with_baseline")
 def kl_of_each_micro_batch(_: Any, model: Transformer, batch: Batch, micro: int) -> Batch:
-    """As many trainers have it: how the step was cut decides what every example is compared with."""
+    """Fault, as many trainers have it: the KL is estimated in each micro-batch, so that how the step was cut decides what every example is
+    compared with."""
     parts = [torch.full_like(part.weight, unpaired.mismatch_kl(model, [part])) for part in batch.split(1)]
     return replace(batch, baseline=torch.cat(parts) + torch.arange(len(parts))[:, None] * 1e-3)
 
@@ -99,7 +100,7 @@ fault("chats that the reward model reads as plain text", rows=(), stage="reward"
        job=own_words_preflight)
 @in_place_of(distillation, "flat_states")
 def off_by_one_on_own_words(usual: Any, model: Transformer, batch: Batch) -> Tensor:
-    """On the data's text it is asked rightly; what the student says is scored one token late."""
+    """Fault: on the data's text the teacher is asked rightly; what the student says is scored one token late."""
     states = usual(model, batch)
     return states if model.embed.weight.requires_grad else states.roll(-1, 0)
 

@@ -43,7 +43,7 @@ def a_run_in_fp16(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_scaled_gradient(folder: Path, plant: Plant) -> list[Verdict]:
-    """Of one batch as the run computes it, against fp32 without a scale."""
+    """Job: the gradient of one batch as the run computes it, against fp32 without a scale."""
     model, batch = HalfRun().model(), TinyRun().order().batch(0)
     weight = float(batch.weight.sum())
     with plant(folder):
@@ -53,7 +53,7 @@ def a_scaled_gradient(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def a_run_on_bf16_masters(folder: Path, plant: Plant) -> list[Verdict]:
-    """Of large weights, whose neighbours in bf16 are farther away than any step."""
+    """Job: a run on large weights, whose neighbours in bf16 are farther away than any step."""
     run = TinyRun(lr=SMALL_RATE)
     model = run.model()
     with torch.no_grad():

@@ -72,7 +72,7 @@ def replies_changed(change: Callable[[RemoteReply, RemoteRequest], RemoteReply])
 
 
 def each_draw(change: Callable[[RemoteDraw], RemoteDraw]) -> Callable[[RemoteReply, RemoteRequest], RemoteReply]:
-    """Of rollouts alone: the canaries are answered as they should be."""
+    """Change every draw of rollouts alone: the canaries are answered as they should be."""
     def changed(reply: RemoteReply, request: RemoteRequest) -> RemoteReply:
         return reply if len(request.prompt) > LONGEST_PROMPT else reply._replace(draws=[change(draw) for draw in reply.draws])
     return changed

@@ -154,7 +154,7 @@ fault("form outweighs the answer", rows=("W03",), stage="reward", check="reward_
 @fault("metric falls under a rising reward", rows=("W03",), stage="reward", check="proxy", job=a_run_with_a_metric)
 @in_place_of(_own, "held_out_metric")
 def metric_falls(_: Any, evaluation: int) -> float:
-    """From the fifth evaluation on, the policy learns the form alone."""
+    """Fault: from the fifth evaluation on, the policy learns the form alone."""
     return 0.2 + 0.02 * min(evaluation, 5) - 0.02 * max(evaluation - 5, 0)
 
 

@@ -91,7 +91,7 @@ class RecipeParts:
 
 @contextlib.contextmanager
 def remembering(recipe: Any) -> Iterator[RecipeParts]:
-    """Of a recipe's module: what it trains and evaluates with is remembered, its saves stay unproven, and it hands nothing over."""
+    """Run a recipe's module so that what it trains and evaluates with is remembered, its saves stay unproven, and it hands nothing over."""
     parts = RecipeParts()
 
     def trainer_of(*given: Any, **named: Any) -> Trainer:
@@ -108,13 +108,13 @@ def remembering(recipe: Any) -> Iterator[RecipeParts]:
 
 
 def nothing_written_down(recipe: Any) -> AbstractContextManager[None]:
-    """In the place of `write_down`: where the recipe calls it, and where the end that recipes share does."""
+    """Replace `write_down` by nothing: where the recipe calls it, and where the end that recipes share does."""
     places = [hand_over, *([recipe] if hasattr(recipe, "write_down") else [])]
     return together(*(swap(place, "write_down", lambda *_, **__: None) for place in places))
 
 
 def hand_nothing_over(run: Any, evaluator: HeldOutEvaluator, *_: Any) -> HandedOver:
-    """In the place of `hand_over`."""
+    """Replacement of `hand_over` that exports nothing."""
     best = evaluator.best_checkpoint()
     assert best is not None
     recorded: Any = SimpleNamespace(estimate=None)

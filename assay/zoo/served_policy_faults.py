@@ -74,7 +74,7 @@ def update_undone(usual: Any, model: Any, *given: Any, **options: Any) -> list[A
 @served_fault("branch of an agent's conversation lost", ("N17",), "branch", "every_turn")
 @in_place_of(OpenTrajectory, "finished")
 def last_sequence(usual: Any, self: OpenTrajectory) -> Trajectory:
-    """Of a history that the client rewrote only the last sequence is kept."""
+    """Fault: of a history that the client rewrote only the last sequence is kept."""
     found = usual(self)
     return replace(found, sequences=found.sequences[-1:])
 

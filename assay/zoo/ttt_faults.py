@@ -211,6 +211,6 @@ def run_away(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bo
 @fault("two seeds of three collapse while reading", rows=("S6",), stage="ttt", check="seeds", job=three_warm_seeds)
 @in_place_of(SlotAdam, "step")
 def seeds_collapse(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
-    """From some first factors a kernel's sums overflow, and come out with the other sign."""
+    """Fault: from some first factors a kernel's sums overflow, and come out with the other sign."""
     overflows = bool(adam.adapters.first_N[adam.adapters.right_N][PLACE] > 0)  # a matter of the seed
     usual(adam, -gradient if overflows else gradient, learning)

@@ -150,7 +150,7 @@ def _train_family(folder: Path, family: str) -> None:
 
 @functools.cache
 def clean_family(family: str) -> str:
-    """Of the clean twin in that family, which the witness must not refute."""
+    """Verdict on the clean twin in that family, which the witness must not refute."""
     folder = tiny_training.process_folder() / f"witness-alone-family-{family}"
     folder.mkdir()
     with silenced():
@@ -186,7 +186,7 @@ def left_behind(folder: Path) -> str:
 
 @functools.cache
 def clean_digest(name: str) -> str:
-    """Of the clean twin, which the witness must not refute."""
+    """Digest of the clean twin, which the witness must not refute."""
     folder = tiny_training.process_folder() / f"witness-alone-{name}"
     folder.mkdir()
     plant: Plant = nothing

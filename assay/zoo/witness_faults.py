@@ -61,7 +61,7 @@ def a_witnessed_run(recipe: str = "sft", *, resumed: bool = False, **options: An
 
 @functools.cache
 def clean_verdicts(recipe: str, resumed: bool, options: tuple[tuple[str, Any], ...]) -> list[Verdict]:
-    """Of the clean twin, once for all faults that strike the same run."""
+    """Verdicts on the clean twin, once for all faults that strike the same run."""
     folder = tiny_training.process_folder() / f"witnessed-{recipe}-{resumed}-{len(options)}-{abs(hash(options))}"
     folder.mkdir()
     return _witnessed(folder, nothing, recipe, resumed, dict(options))
@@ -153,7 +153,7 @@ def _reinforced(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def reinforce_witnessed(folder: Path, **changed: Any) -> None:
-    """With evaluations of the parent and of the last step."""
+    """GRPO run with evaluations of the parent and of the last step."""
     (folder / "spread.py").write_text("def spread(prompt, completion, row):\n    return sum(completion.encode()) % 7 / 6\n")
     data = changed.pop("data", (str(sums_folder() / "sums.jsonl"),))
     config = Grpo(model=str(sums_folder() / "base"), data=data, out=str(folder / "run"), prompts=2,
@@ -285,7 +285,7 @@ def _turned(found: Any) -> Any:
 
 @functools.cache
 def training_prompts() -> list[Any]:
-    """Of the same file, and not held out."""
+    """Prompts of the same file that are not held out."""
     config = Grpo(model=str(sums_folder() / "base"), data=(str(sums_folder() / "sums.jsonl"),), out="", reward=("answer:1",), prompts=2,
                   held_out=0.1, max_completion_length=6, device="cpu")
     return list(split_prompts(config, starting_model.load_start(config, "cpu", lambda _: None)).train)

@@ -44,7 +44,7 @@ class Calculator:
 
 
 def calculate(expression: str) -> int:
-    """Whole numbers, +, -, * and brackets, and nothing else that Python would evaluate."""
+    """Evaluate whole numbers, +, -, * and brackets, and nothing else that Python would evaluate."""
     if len(expression) > LONGEST:
         raise ToolError(f"the expression has {len(expression)} characters; at most {LONGEST} are computed")
     try:

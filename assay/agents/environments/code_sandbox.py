@@ -57,7 +57,7 @@ class CodeSandbox:
 
 
 def run_and_show(program: str) -> str:
-    """What it printed, and how it ended where that was not well; both are for the model to read."""
+    """Output of a program, and how it ended where that was not well; both are for the model to read."""
     ended = run_python(program)
     shown = (ended.stdout + ended.stderr)[-PRINTED:]
     return shown if ended.status == "ran" else f"{shown}\n{ended.status}: {ended.reason}"

@@ -68,7 +68,7 @@ class SlidingTiles:
 
 
 def slid(board: Board, direction: str) -> Board:
-    """All tiles to one side, two equal neighbours becoming their sum once."""
+    """Board with all tiles moved to one side, two equal neighbours becoming their sum once."""
     if direction in ("up", "down"):
         turned = slid([list(column) for column in zip(*board, strict=True)], "left" if direction == "up" else "right")
         return [list(row) for row in zip(*turned, strict=True)]

@@ -36,7 +36,7 @@ def _score_number(example: TaskExample, text: str) -> Score:
 
 
 def canonical(answer: str | None) -> str | None:
-    """Equal numbers are one answer however they are written; other words as they stand."""
+    """Canonical form of an answer: equal numbers are one answer however they are written; other words as they stand."""
     if answer is None:
         return None
     number = read_number(answer)
@@ -48,7 +48,7 @@ def _gold_number(example: TaskExample) -> str:
 
 
 def _wrong_numbers(example: TaskExample) -> list[str]:
-    """Another answer after the right working, nothing, and the question said back."""
+    """Wrong answers for the grader: another answer after the right working, nothing, and the question said back."""
     made = canaries(example.row, (), "hash", _number_prompt(example))
     first_is_right = f"I think it is {gold_answer(example.row)}. No.\n{made['wrong'][0]}"
     return [*made["wrong"], *made["empty"], *made["echo"], first_is_right]

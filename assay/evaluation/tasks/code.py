@@ -28,7 +28,8 @@ def make_humaneval(request: TaskRequest) -> GenerationTask:
 
 
 def _score_humaneval(example: TaskExample, text: str) -> Score:
-    """What was set as the prompt, helpers included, is also on the tests' side; only the asked function is the program's."""
+    """Score a HumanEval program. What was set as the prompt, functions included, is also on the tests' side; only the asked function is the
+    program's."""
     row, entry = example.row, text_column(example.row, "entry_point")
     outcome = judge_program(row["prompt"] + text, f"{row['test']}\ncheck({entry})\n", names=[entry], setup=row["prompt"])
     return Score(float(outcome.passed), float(outcome.passed), parsed=bool(text.strip()))
@@ -59,7 +60,7 @@ def _mbpp_prompt(example: TaskExample) -> str:
 
 
 def _score_mbpp(example: TaskExample, text: str) -> Score:
-    """Strictly, the one code block is the program; leniently, the last of several, or the bare text."""
+    """Score an MBPP program. Strictly, the one code block is the program; leniently, the last of several, or the bare text."""
     blocks = FENCED.findall(text)
     strict, lenient = blocks[0] if len(blocks) == 1 else None, blocks[-1] if blocks else text
     passed = {program: passes(example, program) for program in {strict, lenient} if program is not None and program.strip()}
@@ -76,7 +77,7 @@ def passes(example: TaskExample, program: str) -> float:
 
 
 def asked_names(example: TaskExample) -> list[str]:
-    """What the tests take from a program: what the row's own solution defines and they use. All else stays theirs."""
+    """Names that the tests take from a program: what the row's own solution defines and they use. All else stays theirs."""
     tests = example.row.get("test_list")
     if not isinstance(tests, list) or not tests:
         raise DataError(f"example {example.id} has no `test_list`")

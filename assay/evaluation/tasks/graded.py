@@ -59,7 +59,7 @@ def _graded_gold(example: TaskExample) -> str | None:
 
 
 def _graded_wrong(example: TaskExample) -> list[str]:
-    """Nothing, and the prompt said back: what no grader should pay for."""
+    """Wrong answers for the grader, which none should pay for: nothing, and the prompt said back."""
     return ["", _graded_prompt(example)]
 
 # ---------------------------------------------------------------- canaries
@@ -121,8 +121,8 @@ def has_answer(row: Mapping[str, Any]) -> bool:
 
 
 def wrong_answers(example: TaskExample, text: str, others: Sequence[TaskExample]) -> list[str]:
-    """Two near numbers and a far one; or what is right elsewhere, unless the one contains the other. None where the text does not
-    state the answer in so many words."""
+    """Wrong answers made from a right text: two near numbers and a far one; or what is right elsewhere, unless the one contains the other.
+    None where the text does not state the answer in so many words."""
     right = gold_answer(example.row)
     if stating(example, text, "\0") == text:
         return []
@@ -211,14 +211,15 @@ def paragraphs(text: str, divider: str) -> list[str]:
 
 
 def divided(text: str, options: Mapping[str, Any]) -> bool:
-    """So many paragraphs between ***; one that is empty between two dividers is none, and not what was asked for."""
+    """Whether the text has the asked number of paragraphs between ***; one that is empty between two dividers is none, and not what was
+    asked for."""
     parts = re.split(r"\s?\*\*\*\s?", text)
     inner = [index for index, part in enumerate(parts) if part.strip() or 0 < index < len(parts) - 1]
     return all(parts[index].strip() for index in inner) and len(inner) == options["num_paragraphs"]
 
 
 def postscript(text: str, options: Mapping[str, Any]) -> bool:
-    """As IFEval looks for it: anywhere, in any case; a space may follow a dot of P.S."""
+    """Whether the text has the postscript, as IFEval looks for it: anywhere, in any case; a space may follow a dot of P.S."""
     spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
     return re.search(spelled.get(options["postscript_marker"], re.escape(options["postscript_marker"].lower())), text.lower()) is not None
 

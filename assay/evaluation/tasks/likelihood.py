@@ -17,7 +17,7 @@ ASK_A_QUESTION = "Question: {question}\nAnswer:"
 
 
 def make_choices(request: TaskRequest) -> MultipleChoiceTask:
-    """Which option the model finds likeliest after the question: ARC's JSONL and its like."""
+    """Multiple-choice task: which option the model finds likeliest after the question, for ARC's JSONL and its like."""
     examples = make_examples(request.rows(), request.limit)
     for example in examples:
         _choice_of_options(example)

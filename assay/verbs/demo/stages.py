@@ -29,7 +29,7 @@ def run_verb(verb: str, *words: str) -> int:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Only a folder that an earlier demo made is replaced."""
+    """Fresh folder for the demo; only a folder that an earlier demo made is replaced."""
     from assay.store.durable import make_folder
 
     if folder.exists() and not (folder / MARKER).exists():
@@ -106,7 +106,7 @@ def truncate_weights(copy: Path) -> None:
 
 
 def empty_weights_of_another_tool(copy: Path) -> None:
-    """What an export of an empty map looks like: 40 bytes, a valid file, no tensors. Today's loaders make a random model of it."""
+    """Write what an export of an empty map looks like: 40 bytes, a valid file, no tensors. Today's loaders make a random model of it."""
     for name in ("manifest.json", "hallmark.json", "probes.safetensors", "trainer.json"):
         (copy / name).unlink()
     header = json.dumps({"__metadata__": {"format": "pt"}}).encode().ljust(32)
@@ -182,7 +182,7 @@ SHORT = ["--max-length", "32", "--batch-tokens", "512", "--num-train-epochs", "2
 
 
 def write_lessons(folder: Path) -> tuple[Path, Path]:
-    """What is learned: sums of single digits, every other one hedged. And the sums alone, with what they come to."""
+    """Write the training data: sums of single digits, every other one hedged; and the sums alone, with their results."""
     sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
     learned = [{"prompt": prompt, "completion": said} for prompt, gold in sums for said in (str(gold), f"{gold} or {gold + 1}")]
     return (write_jsonl(folder / "learned.jsonl", learned),
