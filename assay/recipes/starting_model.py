@@ -278,7 +278,7 @@ def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapp
 def _destination(config: Trained, device: str) -> Destination | None:
     """A model goes to a GPU as it is opened, tensor by tensor, in its file's dtype: it is joined, and where it is trained widened, there.
     What has to be changed first is opened where it lies; what is sent to all in parts has no memory here."""
-    changed = bool(config.new_tokens) or str(config.from_ or config.model).endswith(".gguf")
+    changed = bool(config.new_tokens) or config.rope_scaling is not None or str(config.from_ or config.model).endswith(".gguf")
     if holds_outline(config) or (opens_in_parts(config) and not _makes_base(config)):
         return Destination("meta")
     if changed:
@@ -397,7 +397,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
     to = straight_to(device) if config.base_dtype is None else Destination(device)
     if holds_outline(config) or opens_in_parts(config):
         return open_artifact(base, to=Destination("meta"))
-    return open_artifact(base, to=to if config.lora_r else None, held=config.base_dtype)
+    return open_artifact(base, to=to, held=config.base_dtype)
 
 
 def require_rows(config: Trained) -> None:

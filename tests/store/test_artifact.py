@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from assay.model.lora import lora_sites
+from assay.model.patch import LowRank
 from assay.store.artifact import build_model, open_artifact
+from assay.store.peft_whole import AdapterFile, adapted_embedding, whole_matrices
 from assay.testing.tiny_models import save_adapter, save_model, tiny_model
 
 
@@ -17,3 +20,20 @@ def test_a_model_in_fewer_bits_keeps_its_rotary_frequencies(adapter: bool, tmp_p
     assert {parameter.dtype for parameter in coarse.parameters()} == {torch.bfloat16}
     assert torch.equal(whole.frequencies, coarse.frequencies)
     assert coarse.frequencies.dtype is torch.float32
+
+
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_whole_tensors_of_an_adapter_are_made_where_its_base_lies(fields: dict):
+    """A base on another device, here one without values, and an adapter's file, which is read on the host."""
+    model = tiny_model("llama", tied=False)
+    site = lora_sites(model.config)["model.layers.0.self_attn.k_proj"]
+    width, vocab = model.config.width, model.config.vocab
+    with torch.no_grad():
+        base = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
+        named = {f"{site.foreign}.lora_magnitude_vector": torch.empty(site.stop - site.start),
+                 "model.embed_tokens.lora_embedding_A": torch.empty(4, vocab),
+                 "model.embed_tokens.lora_embedding_B": torch.empty(width, 4)}
+        part = LowRank(site.start, site.stop, torch.empty(site.stop - site.start, 4), torch.empty(4, width), 2.0)
+        made = whole_matrices(AdapterFile(model.config, base, fields, named, "here"), [(site, part)])[0]
+        made |= adapted_embedding(AdapterFile(model.config, base, {}, named, "here"), 4, 2.0)[0]
+    assert {name: tensor.device.type for name, tensor in made.items()} == {site.parameter: "meta", "embed.weight": "meta"}
