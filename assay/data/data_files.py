@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
 _ESCAPED = 6  # most bytes of JSON for one byte of text
 _A_LINE = "expected one object a line"
-NO_WEIGHT = "; a weight after a colon is read by assay sft and assay distill"
+NO_WEIGHT = "; a weight after a colon is read by --data of the training commands and by assay data mix"
 _PARQUET_ROWS = 256  # parquet rows decoded at a time
 FileKind = Literal["text", "jsonl", "parquet"]
 FILE_KINDS: dict[str, FileKind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -333,7 +333,7 @@ def row_object(line: bytes, where: str) -> dict[str, Any]:
         line.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line ({error.reason}); convert the file") from None
-    return parse_json(line, where=where, shape=dict, error=DataError, advice=_A_LINE, surrogates=True)
+    return parse_json(line, where=where, shape=dict, error=DataError, advice=_A_LINE)
 
 
 def _csv_rows(source: TextSource) -> Iterator[DataRow]:

@@ -217,14 +217,15 @@ def test_one_file_under_two_names_is_no_mixture(tmp_path: Path, capsys: pytest.C
             done(capsys, "mix", f"{tmp_path / 'a.jsonl'}:1", f"{other}:1", "--out", tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize(("line", "words"), [('\ufeff{"text": "b"}', "byte order mark"), ('["b"]', "found list"), ("b", "not JSON")])
-@pytest.mark.parametrize("action", ["mix", "split", "dedup"])
+@pytest.mark.parametrize(("line", "words"), [('\ufeff{"text": "b"}', "byte order mark"), ('["b"]', "found list"), ("b", "not JSON"),
+                                             ('{"text": "\\ud800"}', "half of a surrogate pair")])
+@pytest.mark.parametrize("action", ["mix", "split", "dedup", "look"])
 def test_a_line_that_is_no_row_is_refused_by_its_place(action: str, line: str, words: str, tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"text": "a"}\r\n' + line + "\n")
     with pytest.raises(DataError, match=f"rows.jsonl:3: .*{words}"):
-        done(capsys, action, f"{path}:1" if action == "mix" else path, "--out", tmp_path / "out.jsonl",
+        done(capsys, action, f"{path}:1" if action == "mix" else path, *(("--out", tmp_path / "out.jsonl") if action != "look" else ()),
              *(("--workers", 1) if action == "dedup" else ()))
     assert not (tmp_path / "out.jsonl").exists()
 
