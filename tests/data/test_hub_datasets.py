@@ -79,8 +79,25 @@ def test_rows_at_a_url_are_copied_once_for_each_version(tmp_path: Path, monkeypa
     assert [row.plain[1] for row in read_conversations(f"file://{there}").rows if row.plain] == ["two", "one"]
     (there / "rows.jsonl").write_text('{"text": "other"}\n')
     assert [row.plain for row in read_conversations(url).rows] == [("", "other")]
-    with pytest.raises(UsageError, match="no file of rows"):
+    with pytest.raises(UsageError, match="nowhere: no file lies there"):
         local_data(f"file://{tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize("folder", ["rows", "rows.parquet"])
+def test_nothing_that_lies_in_a_folder_at_a_url_is_passed_over(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    (there := tmp_path / folder).mkdir()
+    (there / "a.jsonl").write_text('{"text": "one"}\n')
+    (there / ".written-by").write_text("what is hidden is nobody's data")
+    assert [row.plain for row in read_conversations(f"file://{there}").rows] == [("", "one")]
+    (there / "more").mkdir()
+    with pytest.raises(UsageError, match="more lies there; expected files of rows"):
+        local_data(f"file://{there}")
+    (there / "more").rmdir()
+    (there / "b.jsonl.zst").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"b\.jsonl\.zst lies there"):
+        local_data(f"file://{there}")
 
 
 def test_the_errors_of_the_library_that_the_hub_speaks_by_are_known():
