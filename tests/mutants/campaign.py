@@ -95,14 +95,12 @@ class Bench:
     """Everything that is made once: a clean copy of the package, fixtures, reference runs, and which lines each of them reaches."""
 
     def __init__(self, scratch: Path, jobs: int, runs: Sequence[ReferenceRun] = REFERENCE_RUNS, say: Callable[[str], None] = print, *,
-                 clean: int = CLEAN, known: Sequence[str] = ()) -> None:
-        """`known` are runs whose lines earlier draws had: they are traced, and no mutant is run in them."""
-        self.scratch, self.jobs, self.say, self.clean, self.known = scratch, jobs, say, clean, known
+                 clean: int = CLEAN) -> None:
+        self.scratch, self.jobs, self.say, self.clean = scratch, jobs, say, clean
         self.runs = {run.name: run for run in runs}
         self.master, self.fixtures = scratch / "code", scratch / "fixtures"
         self.references: dict[str, Reference] = {}
         self.reached: dict[str, dict[str, set[int]]] = {}  # run → file → lines within functions
-        self.had: dict[str, set[int]] = defaultdict(set)  # file → lines that the known runs reach
 
     def prepare(self) -> None:
         self.copy_code()
@@ -144,7 +142,7 @@ class Bench:
         """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
         traced = self.clean
         runs = sorted(self.runs.values(), key=lambda run: run.name not in SLOW)  # the slowest first, so that none is waited for alone
-        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs if number == traced or run.name not in self.known]
+        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs]
         clean: dict[str, list[CleanRun]] = defaultdict(list)
 
         def job(item: tuple[ReferenceRun, int], slot: Slot) -> CleanRun:
@@ -173,10 +171,6 @@ class Bench:
                 clean[run.name].append(found)
 
         run_all(self, iter(work), job, take)
-        for name in self.known:
-            self.runs.pop(name, None)
-            for file, lines in _lines_reached(self.scratch / "coverage" / name).items():
-                self.had[file] |= lines
         for name in self.runs:
             self._keep_reference(name, clean[name])
 
@@ -251,11 +245,9 @@ def run_all(bench: Bench, items: Iterator[Any], job: Callable[[Any, Slot], Any],
             os.waitpid(pid, 0)
 
 
-def is_new(bench: Bench, mutant: Mutant, since: str) -> bool:
-    """The mutant stands where no known run comes, or in lines written since that commit."""
-    lines = set(range(mutant.line, mutant.last + 1))
-    known = bool(bench.had.get(mutant.file, set()) & lines) if mutant.within else mutant.file in bench.had
-    return not known or bool(lines_since(since, mutant.file) & lines)
+def is_new(mutant: Mutant, since: str) -> bool:
+    """The mutant stands in lines written since that commit."""
+    return bool(lines_since(since, mutant.file) & set(range(mutant.line, mutant.last + 1)))
 
 
 @cache

@@ -62,9 +62,6 @@ REFERENCE_RUNS = (
     ReferenceRun("corpus", ("corpus", "text.jsonl", "--tokenizer", "words", "--out", "made", "--held-out", "0.25"),
                  ("text.jsonl", "words")),
     ReferenceRun("compare", ("compare", "before", "after", "--json"), ("before", "after"), said=True),
-)
-FIRST_RUNS = tuple(run.name for run in REFERENCE_RUNS)  # those of the first two draws
-REFERENCE_RUNS += (
     ReferenceRun("dpo", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", *PAIRS), ("taught", "signed.jsonl")),
     ReferenceRun("dpo-live", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", "--lora-r", "2", "--reference", "live",
                               "--loss-type", "ipo", *PAIRS), ("taught", "signed.jsonl")),
