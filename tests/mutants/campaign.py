@@ -31,7 +31,7 @@ CHECKS = ("known_answers.py", "known_readings.py", "recount.py", "edit_recount.p
           "second_opinion.py", "soundness.py")  # they make no results: a mistake in them is a false alarm, or one guard less
 LIMIT = 60.0  # seconds of one run
 ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
-SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain", "episodes", "grpo-model")  # of the reference runs
+SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain", "tools", "tools-tagged", "episodes", "grpo-model")  # of the reference runs
 CLEAN = 3  # clean runs by which each reference is known
 
 
@@ -366,9 +366,11 @@ OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
     "grpo": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "distill": {"--max-steps": ("2", "3", "4")},
     "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)},
     "on-policy": {"--max-steps": ("2", "3", "4")}, "mixture": {"--max-steps": ("2", "3", "4")},
-    "grpo-model": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "episodes": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}}
+    "grpo-model": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "episodes": {"--learning-rate": ("5e-5", "1e-4", "2e-4")},
+    "tools": {"--max-completion-length": ("90", "100")}, "tools-tagged": {"--max-completion-length": ("90", "100")}}
 SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample", "dpo", "dpo-live", "simpo",
-          "kto", "reward-model", "on-policy", "episodes", "grpo-model", "nf4", "int8", "mixture", "mix", "split", "dare")
+          "kto", "reward-model", "on-policy", "episodes", "tools", "tools-tagged", "grpo-model", "nf4", "int8", "mixture", "mix", "split",
+          "dare")
 
 
 def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: float | None = None,
