@@ -55,8 +55,8 @@ def _jsonl_lines(source: TextSource) -> Iterator[PlacedLine]:
 
 
 def written_row(row: DataRow) -> PlacedLine:
-    """Row as a line of JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null. It has none for bytes
-    and for infinite numbers either, and these are refused. Dates and decimals become text."""
+    """Row as a line of JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null. It has none
+    for bytes and for infinite numbers either, and these are refused. Dates and decimals become text."""
     def as_text(value: Any) -> str:
         if isinstance(value, bytes):
             raise DataError(f"{row.where}: the column {column_with(row.values, bytes)!r} holds bytes, which JSON cannot say; make it text, "
@@ -104,6 +104,8 @@ def write_lines(out: str, lines: Iterable[bytes], rows: int) -> str:
     def hashed() -> Iterator[bytes]:
         nonlocal count
         for line in lines:
+            if not line.strip() or line.find(b"\n") != len(line) - 1:
+                raise GuardStop(f"{out}: not written: row {count + 1:,} would not be one line of the file: {line[:80]!r}")
             due.update(line)
             count += 1
             yield line
@@ -175,9 +177,21 @@ def row_content(line: bytes, where: str) -> str:
     return hashlib.sha256(json.dumps(row_object(line, where), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def refuse_wrong_contents() -> None:
+    """Before rows are held out: of known rows, those that say the same have one content, whatever the order of their columns, and no
+    others."""
+    same = [b'{"a": 1, "b": {"c": "x", "d": null}}', b'{"b":{"d":null,"c":"x"},"a":1}']
+    others = [b'{"a": 1, "b": {"c": "y", "d": null}}', b'{"a": "1", "b": {"c": "x", "d": null}}', b'{"a": 1}']
+    contents = [row_content(line, "a known row") for line in (*same, *others)]
+    if contents[0] != contents[1] or len(set(contents)) != 1 + len(others):
+        raise GuardStop("split: two of five known rows say the same, and by their contents it is not these two: copies would stand on both "
+                        "sides")
+
+
 def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[str, Any]:
     """FOLDER/train.jsonl and FOLDER/held-out.jsonl. Who is held out depends on what a row says and on the seed; copies go to one side."""
     refuse_existing(*(Path(folder) / f"{side}.jsonl" for side in ("train", "held-out")))
+    refuse_wrong_contents()
     contents = [row_content(line, where) for where, line in placed_lines(name)]
     ordered = sorted(set(contents), key=lambda content: derive(seed, "held-out", content))
     count = round(held_out * len(ordered))

@@ -129,7 +129,23 @@ def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Desti
     or bf16, and its digest is of what came of them; an adapter's base is held as its manifest says, unless `held` is "file". With `to`
     they stay codes, a live layer makes its matrix when it is used; without, they are what the codes stand for.
     """
-    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened, held=held)
+    found = interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened, held=held)
+    refuse_other_rounding(found, held)
+    return found
+
+
+def refuse_other_rounding(found: Artifact, held: str | None) -> None:
+    """Refuse a model whose weights were rounded though nobody asked for it, or were not though somebody did. Of an adapter its base was
+    asked."""
+    if found.base is not None:
+        return
+    due, written = held if held in BASE_DTYPES else None, found.raw.checkpoint
+    as_stored = found.held is None and not found.rounding and (written is None or found.digest == recorded_digest(written.manifest))
+    in_bf16 = as_stored and all(tensor.dtype == torch.bfloat16 for tensor in found.raw.tensors.values())
+    if not (as_stored if due is None else found.held == due or (due == "bf16" and in_bf16)):
+        raise ArtifactError(f"{found.path}: opened with weights in {found.held or 'the dtype of the file'}, {found.digest[:12]}, "
+                            f"{found.rounding:.1e} (relative) from the file's; asked for was {due or 'the file as it is'}: this is a fault "
+                            "of the reader, not of the file")
 
 
 class OpenBase(Protocol):

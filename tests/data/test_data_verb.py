@@ -1,6 +1,8 @@
 """assay data check shows what is supervised and exits with what the audit says."""
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,17 @@ def test_a_split_keeps_copies_on_one_side(tmp_path: Path, capsys: pytest.Capture
     assert not set(train) & set(apart)
 
 
+def test_a_split_by_contents_that_tell_copies_apart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [[("a", n), ("b", "x")][:: 1 - 2 * twice] for n in range(20) for twice in (False, True)]  # each twice, its columns turned
+    path = written(tmp_path / "rows.jsonl", list(map(dict, rows)))
+    assert done(capsys, "split", path, "--share", 0.25, "--out", tmp_path / "parts")["copies"] == 20
+    ways: list[Callable[[bytes, str], str]] = [lambda line, _: hashlib.sha256(line).hexdigest(), lambda line, _: str(len(line))]
+    for content in ways:
+        with swap(row_files, "row_content", content), pytest.raises(GuardStop, match="copies would stand on both sides"):
+            done(capsys, "split", path, "--share", 0.25, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_rows_that_do_not_reach_the_disk_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = written(tmp_path / "rows.jsonl", [{"text": f"t{n}"} for n in range(20)])
     with swap(row_files, "in_pieces", lambda lines: [line for line in lines if b"t7" not in line]):
@@ -116,6 +129,17 @@ def test_rows_that_do_not_reach_the_disk_are_missed(tmp_path: Path, capsys: pyte
             with pytest.raises(GuardStop, match="not written: its"):
                 done(capsys, *asked, "--out", tmp_path / ("parts" if asked[0] == "split" else "out.jsonl"))
     assert not list(tmp_path.rglob("out.jsonl"))
+
+
+def test_a_row_that_is_not_one_line_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}')  # a blank line, and no end of the last
+    said = done(capsys, "mix", f"{path}:1", "--n", 2, "--out", tmp_path / "sound.jsonl")
+    assert (said["rows"], sorted(texts(tmp_path / "sound.jsonl"))) == (2, ["a", "b"])
+    for wrong in (b'{"text": "a"}', b'{"text": "a"}\n\n', b'{"text": "a"}\n{"text": "b"}\n', b"\n", b""):
+        with swap(row_files, "mixed_lines", lambda *_, wrong=wrong: [wrong] * 2), pytest.raises(GuardStop, match="would not be one line"):
+            done(capsys, "mix", f"{path}:1", "--n", 2, "--out", tmp_path / "out.jsonl")
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "sound.jsonl"}
 
 
 def test_near_copies_across_a_split_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -54,6 +54,15 @@ def test_a_dataset_is_fetched_by_name_and_named_by_its_commit(tmp_path: Path):
         assert "has the splits test, train, not 'dev'" in done.stderr
 
 
+def test_a_hub_that_does_not_answer_is_said(tmp_path: Path):
+    own = {"HF_ENDPOINT": "http://127.0.0.1:9", "ASSAY_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-m", "assay", "data", "look", "hf://owner/sums"], capture_output=True, text=True, check=False,
+                          env=os.environ | own)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("assay: hf://owner/sums: the hub refused or could not be reached")
+    assert "Traceback" not in done.stderr
+
+
 def test_configs_and_splits_are_named_or_the_only_ones():
     files = ["README.md", "a/train/0000.parquet", "b/train-00000-of-00002.parquet", "b/train-00001-of-00002.parquet", "b/test-0.parquet"]
     assert files_of_split(DatasetName("o/n", "b", "train", None), files) == ("b", "train", files[2:4])
