@@ -200,7 +200,10 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
     in_parts = opens_in_parts(config)
     if shards_parameters(config):
         say(_opening_in_words(config, in_parts=in_parts))
-    parent = prepared(config, given(config, _destination(config, device)), say, device, world)
+    source = given(config, _destination(config, device))
+    for note in source.notes:
+        say(f"{source.path}: {note}; what this run writes names {_stops_in_words(source)}")
+    parent = prepared(config, source, say, device, world)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
@@ -221,6 +224,11 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
                        compile=False if config.fsdp else None, masters=asked_masters(config))
     weights.model.train()
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, device, memory)
+
+
+def _stops_in_words(source: Artifact) -> str:
+    ids = source.stops.stop_ids
+    return f"the stop ids {', '.join(map(str, ids))}" if ids else "no stop id"
 
 
 def opens_in_parts(config: Trained) -> bool:

@@ -30,7 +30,7 @@ from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder, step_folders, write_hallmark
 from assay.store.ledger import Ledger
-from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.testing.tiny_models import nudge, save_hf_folder, save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
 from tests.recipes.sittings import rows
@@ -143,6 +143,17 @@ def test_one_held_out_conversation_is_refused_before_anything_is_made(home: Path
     with pytest.raises(DataError, match=r"one.jsonl: 1 held-out conversation; one alone shows no spread"):
         sft.sft(options(home, tmp_path / "run", held_out_data=str(tmp_path / "one.jsonl")), lambda _: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_files_that_name_other_ends_are_said_before_step_1(home: Path, tmp_path: Path):
+    folder, said = save_hf_folder(tmp_path / "model", tiny_model()), list[str]()
+    config = options(home, tmp_path / "run", model=str(folder))
+    starting_model.load_start(config, "cpu", said.append)
+    assert not said, "files that agree"
+    (folder / "generation_config.json").write_text('{"eos_token_id": [258, 5000]}')
+    start = starting_model.load_start(config, "cpu", said.append)
+    assert said == [f"{folder}: generation_config.json: eos_token_id 5000 is not an id of the tokenizer; what this run writes names "
+                    f"the stop ids {', '.join(map(str, start.parent.stops.stop_ids))}"]
 
 
 def test_many_copies_are_said_with_their_places(home: Path, tmp_path: Path):
