@@ -105,9 +105,9 @@ def _gguf_consumer(subject: ProofSubject) -> Verdict:
     told = _read_by(subject, partial(_loaded, subject.artifact, subject.device, config=_own_config(subject.artifact)))
     if told.outcome is Outcome.REFUTED:
         return told
-    return unproven("consumer", f"transformers' reader of GGUF takes {', '.join(misread[:4])}, which it does not look up in the header; told so, "
-                                f"it is the same model ({told.reason}). Open it with llama.cpp, or use a folder for transformers",
-                    optional=True, fields=misread, **told.evidence)
+    words = (f"transformers' reader of GGUF takes {', '.join(misread[:4])}, which it does not look up in the header; told so, it is the "
+             f"same model ({told.reason}). Open it with llama.cpp, or use a folder for transformers")
+    return unproven("consumer", words, optional=True, fields=misread, **told.evidence)
 
 
 def _own_config(artifact: Artifact) -> Any:
@@ -123,8 +123,8 @@ def _misread_fields(artifact: Artifact) -> list[str]:
 
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        theirs = transformers.AutoConfig.from_pretrained(artifact.path.parent, gguf_file=artifact.path.name, local_files_only=True).to_dict()
-    ours = _own_config(artifact).to_dict()
+        read = transformers.AutoConfig.from_pretrained(artifact.path.parent, gguf_file=artifact.path.name, local_files_only=True)
+    theirs, ours = read.to_dict(), _own_config(artifact).to_dict()
     unsaid = {"rope_scaling", "rope_theta", "router_aux_loss_coef", "max_window_layers"}  # in other fields, or of no effect here
     named = config_to_hf(artifact.config, "float32").keys() - HARMLESS - unsaid
     return [f"{name} for {str(theirs[name])[:80]} where it is {str(ours[name])[:80]}" for name in sorted(named & theirs.keys())

@@ -195,8 +195,8 @@ def plan(config: ModelConfig, targets: tuple[str, ...] | None = None) -> list[Lo
     halves = {name.rpartition(".")[2] for name in (site.foreign for site in chosen if experts_in(config, site.parameter) > 1)
               } & {"gate_proj", "up_proj"}
     if len(halves) == 1:
-        raise UsageError(f"LoRA target {halves.pop()} of a {config.family}'s experts without its other half: PEFT holds gate_proj and up_proj "
-                         "as one matrix there, and loads no adapter of one alone; name both")
+        raise UsageError(f"LoRA target {halves.pop()} of a {config.family}'s experts without its other half: PEFT holds gate_proj and "
+                         "up_proj as one matrix there, and loads no adapter of one alone; name both")
     return chosen
 
 

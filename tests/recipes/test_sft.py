@@ -23,7 +23,7 @@ from assay.guard.proof import ProofRequest, prove
 from assay.learn import loss_scaling, low_bit_adamw
 from assay.model import transformer
 from assay.model.lora import LoraLinear
-from assay.recipes import conversations, hand_over, run, sft, starting_model, teachers
+from assay.recipes import conversations, hand_over, memory_plan, run, sft, starting_model, teachers
 from assay.recipes.options import Sft
 from assay.recipes.starting_model import StartingModel
 from assay.recipes.trainer import Trainer
@@ -193,7 +193,7 @@ def test_an_adapter_of_a_large_base_is_handed_over_alone(home: Path, tmp_path: P
     opened: list[Path] = []
     usual = hand_over.open_artifact
     monkeypatch.setattr(hand_over, "open_artifact", lambda path, **given: (opened.append(Path(path)), usual(path, **given))[1])
-    monkeypatch.setattr(starting_model, "MERGED_UNASKED", 1)
+    monkeypatch.setattr(memory_plan, "MERGED_UNASKED", 1)
     found = sft.sft(options(home, tmp_path / "run", lora_r=4), lambda _: None)
     assert found.exit_code == 0
     assert found.model == tmp_path / "run" / "adapter"
