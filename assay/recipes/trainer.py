@@ -375,7 +375,7 @@ class Trainer:
             return
         if self.sharded is not None:
             self.sharded.refresh()
-        still = self.done == self._accounted or not self.steady and not self._informed
+        still = self.done == self._accounted or (not self.steady and not self._informed)
         nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
         moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)

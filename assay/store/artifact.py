@@ -35,7 +35,7 @@ from assay.store.model_formats import Description, FileModel, ModelFormat, shown
 from assay.store.peft import LoraAdapter, config_with, read_adapter
 from assay.store.quantised_base import BASE_DTYPES, QuantisedReader
 from assay.store.remote import local_path
-from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
+from assay.store.safetensors_files import inside, read_folder_headers, read_folder_tensors
 from assay.strict_json import read_json
 
 TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
@@ -382,9 +382,8 @@ def _describe_folder(path: Path) -> Description:
     """Headers and config of a folder; of a checkpoint also its lineage and what was proven, once every byte has its hash."""
     checkpoint = open_checkpoint(path) if (path / MANIFEST).exists() else None
     adapter = (path / "adapter_config.json").exists()
-    shards = folder_shards(path, stem="adapter_model" if adapter else "model")
-    tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)}
-               for shard in shards for name, info in read_safetensors_header(inside(path, shard)).items()}
+    headers = read_folder_headers(path, "adapter_model" if adapter else "model")
+    tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in headers.items()}
     if adapter:
         fields = read_json(path / "adapter_config.json")
         shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
