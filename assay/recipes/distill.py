@@ -128,10 +128,10 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                 run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()
             record_use(run, start.memory, device)
-            if run.interrupted is not None and trainer.saved != trainer.done:
-                save(evaluated=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.latest_step != trainer.done:
+            if run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluated=True)
+            elif trainer.saved != trainer.done:
+                save(evaluated=False)  # where a signal came, the uninterrupted run would not have been evaluated here
             trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)

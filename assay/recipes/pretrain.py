@@ -212,10 +212,10 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                         save(evaluate=False)
             trainer.end_loop()
             record_use(run, memory, plan.device)
-            if run.interrupted is not None and trainer.saved != trainer.done:
-                save(evaluate=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.latest_step != trainer.done:
+            if run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
+            elif trainer.saved != trainer.done:
+                save(evaluate=False)  # where a signal came, the uninterrupted run would not have been evaluated here
             trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)

@@ -21,6 +21,7 @@ from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.guard.proof import ProofRequest, prove
 from assay.learn import loss_scaling, low_bit_adamw
+from assay.learn.lr_schedule import Clock
 from assay.model import transformer
 from assay.model.lora import LoraLinear
 from assay.recipes import conversations, hand_over, memory_plan, run, sft, starting_model, teachers
@@ -283,6 +284,36 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(
     metrics = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows(Path(config.out) / "metrics.jsonl")]
                for config in (whole, parted)]
     assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_what_waited_in_memory_is_handed_over_as_if_it_had_been_saved_at_once(
+        lora_r: int, home: Path, uninterrupted: Callable[[int], Sft], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conversations, "EVALUATED_EVERY", 3)
+    told, paced = uninterrupted(lora_r), options(home, tmp_path / "paced", lora_r=lora_r, save_steps=None)
+    tuned(paced)
+    (spent,) = events(paced, "saving")
+    assert spent["copies"] > 0
+    assert [event["step"] for event in events(paced, "save")] == [0, 1, STEPS]
+    for name in ("adapter", "model") if lora_r else ("model",):
+        ends = [open_checkpoint(Path(config.out) / name) for config in (told, paced)]
+        assert ends[0].manifest["tensors"] == ends[1].manifest["tensors"]
+
+
+def test_by_the_minute_it_saves_whatever_it_finds_and_evaluates_no_more_often(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now, record = [0.0], Trainer.record
+
+    def slow(trainer: Trainer, step: Any, **columns: Any) -> None:
+        now[0] += 40  # seconds
+        record(trainer, step, **columns)
+
+    monkeypatch.setattr(Clock, "seconds", property(lambda _: now[0]))
+    monkeypatch.setattr(Trainer, "record", slow)
+    config = options(home, tmp_path / "run", save_steps=None, save_minutes=1.5, max_steps=8, num_train_epochs=8,
+                     learning_rate=1.0)  # so high that no evaluation is better than that of step 1
+    sft.sft(config, lambda _: None)
+    assert min(evaluations(config), key=lambda step: evaluations(config)[step].mean()) == 1
+    assert [event["step"] for event in events(config, "save")] == list(evaluations(config)) == [0, 1, 4, 7, 8]
 
 
 def interrupted_after(step: int, config: Sft, monkeypatch: pytest.MonkeyPatch) -> None:
