@@ -12,6 +12,7 @@ from typing import Any, Literal
 from assay.errors import UsageError
 
 Multiplier = Callable[[int], float]  # of every group's peak rate, at a step
+LEAST_DOWN = 3.5  # steps that are left when the way down begins, or more: one step at the peak rate is no way down
 
 
 def cosine(step: float, total: float, warmup: float = 0, peak: float = 1.0, floor: float = 0.1) -> float:
@@ -93,12 +94,12 @@ class Schedule:
 
     def decide_end(self, done: int, seconds_a_step: float | None) -> bool:
         """Decide, under a budget of time, when the run ends: when the flat part's share of it is over, what is left is the way down, in
-        steps."""
+        steps. Where steps are so slow that few are left by then, it begins while there is time for two."""
         minutes = self.budget.minutes
         if minutes is None or self.stop_at is not None or done <= self.budget.warmup or seconds_a_step is None:
             return False
         left = 60 * minutes - self.clock.seconds
-        if left > self.budget.decay * 60 * minutes:
+        if left > max(self.budget.decay * 60 * minutes, LEAST_DOWN * seconds_a_step):
             return False
         self.decay_from, stop_at = done, done + max(1, int(0.98 * left / seconds_a_step))
         self.stop_at = -(-stop_at // self.multiple) * self.multiple

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import UsageError
-from assay.learn.lr_schedule import cosine, warmup_stable_decay
+from assay.learn import lr_schedule
+from assay.learn.lr_schedule import Budget, Schedule, cosine, warmup_stable_decay
 
 
 @st.composite
@@ -65,3 +66,24 @@ def test_known_values():
 def test_impossible_plans(call, sentence):
     with pytest.raises(UsageError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("decay", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("seconds_a_step", [0.5, 4.0, 9.0, 11.0, 14.0])
+def test_minutes_end_on_the_way_down_however_slow_a_step_is(seconds_a_step: float, decay: float, monkeypatch: pytest.MonkeyPatch):
+    """As the loop asks: after every step, and it does not begin one when the time is up."""
+    now = [0.0]
+    monkeypatch.setattr(lr_schedule.Clock, "seconds", property(lambda _: now[0]))
+    schedule, done = Schedule(Budget(None, 1.0, "wsd", 0, decay)), 0
+    schedule.begin()
+    rates = []
+    while not schedule.over(done):
+        rates.append(schedule.multiplier(done))
+        now[0] += seconds_a_step
+        done += 1
+        schedule.decide_end(done, seconds_a_step)
+    assert done == schedule.stop_at
+    assert now[0] <= 60
+    assert rates[-1] <= 0.5
+    flat = 1 - max(decay, (lr_schedule.LEAST_DOWN + 1) * seconds_a_step / 60)
+    assert rates.count(1.0) >= flat * 60 / seconds_a_step
