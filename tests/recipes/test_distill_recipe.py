@@ -204,6 +204,7 @@ def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypat
     verdicts = distill.distill(config, lambda _: None).verdicts
     assert (verdicts[-1].check, verdicts[-1].outcome) == ("result", Outcome.REFUTED)
     assert "such as the last batch's" in verdicts[-1].reason
+    assert (tmp_path / "run" / "model" / "quarantine.json").is_file()
 
 
 @pytest.mark.arithmetic
