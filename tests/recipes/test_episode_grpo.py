@@ -192,7 +192,7 @@ def test_a_policy_that_does_not_see_what_it_said_is_refuted(monkeypatch: pytest.
 
 
 def plain_insert(plain: ChatWriter, answered: Any) -> list[str | None]:
-    """As if there were no chat template."""
+    """Insert messages as if there were no chat template."""
     for transcript, messages in answered:
         transcript.hear(messages, plain.pieces("".join(each["content"] for each in messages), messages))
     return [None] * len(answered)
