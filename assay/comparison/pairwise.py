@@ -216,7 +216,7 @@ def refuse_unlike(before: Arm, after: Arm) -> None:
 
 
 def _asked_otherwise(before: Arm, after: Arm) -> list[str]:
-    """The same questions asked in another way: allowed, and said."""
+    """Ways in which the same questions were asked otherwise: allowed, and reported."""
     old, new = before.data.get("how", {}), after.data.get("how", {})
     return [f"asked with {key} {new[key]} against {old[key]}" for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
 
