@@ -196,7 +196,8 @@ def check_teacher(student: Transformer, teacher: Transformer, batch: Batch, blen
 
 
 def check_stored_answers(student: Transformer, batch: Batch, blend: DistillationSettings) -> Verdict:
-    """The same of stored answers, all tokens that are not among them being equally likely; at temperature 1, whatever theirs is."""
+    """Check that stored answers know the text, all tokens that are not among them being equally likely; at temperature 1, whatever theirs
+    is."""
     assert batch.teacher_ids is not None
     assert batch.teacher_logprobs is not None
     vocab, K = blend.vocab or student.config.vocab, batch.teacher_ids.shape[-1]
