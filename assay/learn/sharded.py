@@ -744,7 +744,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def whole_copy(model: Transformer) -> Transformer:
-    """The same model in host memory, tensor by tensor."""
+    """Copy of the whole model in host memory, tensor by tensor."""
     held: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad) for p in model.parameters()}
     held |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
     return copy.deepcopy(model, held)
