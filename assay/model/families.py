@@ -141,7 +141,7 @@ def _known_code(family: Family, auto_map: Any) -> bool:
 
 
 def scaled_context(config: ModelConfig, scaling: str) -> ModelConfig:
-    """The same model with a longer context by a stated scaling of its rotary positions: linear:F, yarn:F, or long, which takes the
+    """Config of the model with a longer context by a stated scaling of its rotary positions: linear:F, yarn:F, or long, which takes the
     long factors that a LongRoPE model has."""
     kind, _, factor = scaling.partition(":")
     rope = config.rope
