@@ -249,7 +249,7 @@ def check_failures(pool: EnvironmentPool) -> Verdict:
 
 
 def check_environment_repeats(pool: EnvironmentPool, seeds: Sequence[int]) -> Verdict:
-    """The same seeds twice, and the same turn in each."""
+    """Check that an environment repeats itself: the same seeds twice, and the same turn in each."""
     seen = []
     for time in ("once", "twice"):
         names = {f"{time} {seed}": seed for seed in seeds}

@@ -113,7 +113,7 @@ class OpenedBases:
 
 
 def check_last_evaluated(run: Run, evaluated: int | None) -> list[Verdict]:
-    """The last step that was taken was evaluated: the best is chosen among all that was learned."""
+    """Check that the last step was evaluated: the best is chosen among all that was learned."""
     taken = max((row["step"] + 1 for row in read_json_lines(run.metrics_file) if "loss" in row), default=None)
     if taken is None:
         return []

@@ -80,7 +80,7 @@ def layout_of(device: str, micro: int, longest: int, context: int) -> Layout:
 
 
 def dealt(plan: list[list[int]], hands: int) -> list[list[int]]:
-    """The same rows and some that are empty, so that there are `hands` in each micro-batch, of much the same kind in all."""
+    """Rows of a batch and some empty ones, so that there are `hands` in each micro-batch, of much the same kind in all."""
     whole = plan + [[]] * (-len(plan) % hands)
     parts = len(whole) // hands
     return [row for part in range(parts) for row in whole[part::parts]]

@@ -452,7 +452,8 @@ class Run:
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
 
     def _also(self, wait: Callable[[], None]) -> None:
-        """The first error is the one to raise; what is found on the way out must not be lost either."""
+        """Wait for what was begun, and log its error: the first error is the one to raise; what is found on the way out must not be lost
+        either."""
         try:
             wait()
         except AssayError as also:
