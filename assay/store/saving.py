@@ -151,7 +151,7 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def owned_contents(contents: Contents, headroom: int = 0) -> Contents:
-    """The same contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
+    """Copy of the contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
     if room_on_device([*contents.weights.values(), *(contents.optimizer or {}).values()], headroom):
         with contextlib.suppress(torch.OutOfMemoryError):
             return _owned(contents, device_snapshot)
