@@ -137,7 +137,7 @@ def observe_sites(model: Transformer, see: SiteObserver) -> Iterator["AttentionO
 
 @contextlib.contextmanager
 def observe_modules(model: nn.Module, config: ModelConfig, modules: SiteModules, see: SiteObserver) -> Iterator["AttentionObserver"]:
-    """The same of any model whose sites are those of `modules`; what is no module is not seen, but for attention."""
+    """Observe any model whose sites are those of `modules`; what is no module is not seen, but for attention."""
     attention = AttentionObserver(see, config.kv_heads)
     layers = [model.get_submodule(f"{modules.layers}.{layer}") for layer in range(config.depth)]
     handles = [layers[0].register_forward_pre_hook(input_hook(see, Site(None, EMBEDDING))),
