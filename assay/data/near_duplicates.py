@@ -228,7 +228,7 @@ def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[lis
 
 
 def numbered_blocks(blocks: Iterable[list[bytes]]) -> Iterator[tuple[int, list[bytes]]]:
-    """Each with the number of rows before it."""
+    """Blocks of rows, each with the number of rows before it."""
     before = 0
     for block in blocks:
         yield before, block
