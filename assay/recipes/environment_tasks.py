@@ -77,7 +77,8 @@ class EnvironmentTasks:
     # ---------------------------------------------------------------- tasks
 
     def split(self) -> PromptData:
-        """Every seed's task, those that say the same once; who is held out is decided by what they say."""
+        """Tasks split into training and held-out ones: every seed's task, those that say the same once; which are held out is decided by
+        what they say."""
         config, tasks = self.config, self._tasks()
         room = self.context - config.max_completion_length
         train, held_out = ([task for task in some if len(task.ids) <= min(room, config.max_prompt_length or room)]

@@ -19,7 +19,7 @@ class SavePace:
         self._disturbed = False  # when steps were last read
 
     def saved(self, cost: float) -> None:
-        """One was made just now; the loop stood still for so many seconds."""
+        """Record that a checkpoint was made just now; the loop stood still for so many seconds."""
         self._saved_at, self._stood, self._slowed = self._now(), cost, 0.0
 
     def read(self, seconds: float, steps: int, *, beside: bool) -> None:
