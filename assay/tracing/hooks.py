@@ -204,7 +204,7 @@ class AttentionObserver(TorchFunctionMode):
 
 @contextlib.contextmanager
 def observe_attention(attention: AttentionObserver, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Each layer's attention runs under `attention`'s eyes for the length of the block."""
+    """Observe each layer's attention by `attention` for the length of the block."""
     kept = [module.__dict__.get("forward") for module in modules]
     try:
         for layer, module in enumerate(modules):
