@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.data.data_files import Document, DocumentRule, TextSource, find_sources, iter_documents
+from assay.data.data_files import Document, DocumentRule, FileKind, TextSource, find_sources, iter_documents
 from assay.data.encode import encode_plain, plain_backend
 from assay.data.encode_workers import EncodedDocument, EncodeResult, EncodeTask, Encoding, start_encoders, text_hash
 from assay.data.overlap import HeldOutText, Overlap
@@ -68,6 +68,7 @@ def build_corpus(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Corpus
                  progress: Callable[[CorpusProgress], None] = lambda _: None) -> Corpus:
     """`tokenizer` is a folder with tokenizer.json. Refused, with nothing written, above the plan's overlap."""
     sources = _sources(texts, plan.held_out_files)
+    _refuse_rule_without_effect(plan.rule, {source.kind for source, _ in sources})
     # The hashes lie inside of what is unfinished: where a kill leaves both, the next build of this folder sweeps both away.
     with durable.new_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder, prefix=".hashes-") as hashes:
         loaded = Tokenizer.from_folder(tokenizer)
@@ -95,6 +96,14 @@ def _sources(texts: Iterable[Path], held_out_files: Iterable[Path]) -> list[tupl
     if clash := {source.name for source in train} & {source.name for source in held}:
         raise UsageError(f"{min(clash)!r} is given both as training text and as --held-out-files")
     return [(source, False) for source in train] + [(source, True) for source in held]
+
+
+def _refuse_rule_without_effect(rule: DocumentRule, kinds: set[FileKind]) -> None:
+    if "text" not in kinds and (rule.split is not None or rule.document_bytes is not None):
+        raise UsageError(f"--{'split' if rule.split is not None else 'document-bytes'} cuts text files, and none is given: every row of "
+                         "the others is a document; leave it out")
+    if kinds == {"text"} and rule.field != DocumentRule.field:
+        raise UsageError(f"--field {rule.field} names what rows hold their text under, and only text files are given; leave it out")
 
 
 # ---------------------------------------------------------------- first reading

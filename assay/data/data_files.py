@@ -22,18 +22,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from assay.errors import DataError, UsageError
 from assay.seeds import derive
 from assay.strict_json import parse_json
 
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
 MAX_DOCUMENT_BYTES = 16 << 20  # the encoder holds about 60 bytes per byte of one document
 _ESCAPED = 6  # most bytes of JSON for one byte of text
 _A_LINE = "expected one object a line"
-NO_WEIGHT = "; a weight after a colon is read by assay sft and assay distill"
+NO_WEIGHT = "; a weight after a colon is read by --data of the training commands and by assay data mix"
 _PARQUET_ROWS = 256  # parquet rows decoded at a time
 FileKind = Literal["text", "jsonl", "parquet"]
 FILE_KINDS: dict[str, FileKind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -94,8 +97,7 @@ def find_sources(paths: Iterable[Path]) -> list[TextSource]:
     found: list[TextSource] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-            if not inside:
+            if not (inside := files_within(path)):
                 raise UsageError(f"{path}: the folder holds no files")
             found += [TextSource(p, p.relative_to(path).as_posix()) for p in inside]
         elif path.is_file():
@@ -109,6 +111,26 @@ def find_sources(paths: Iterable[Path]) -> list[TextSource]:
     for source in found:
         source.kind  # noqa: B018 - refuses an unknown kind before anything is read
     return found
+
+
+def files_within(folder: Path) -> list[Path]:
+    """All files of a folder and of the folders in it, sorted; what is hidden is left out, and nothing else is."""
+    files = list[Path]()
+    for path in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir() and not path.is_symlink():
+            files += files_within(path)
+        else:
+            raise UsageError(f"{path}: {unreadable_entry(path)}; remove it, or give the files themselves")
+    return files
+
+
+def unreadable_entry(path: Path) -> str:
+    """What stands in a folder and is no file."""
+    if path.is_symlink():
+        return "a link to a folder, which is not followed" if path.is_dir() else "a link to something that is not there"
+    return "a folder" if path.is_dir() else "neither a file nor a folder"
 
 
 def iter_documents(source: TextSource, rule: DocumentRule, left_out: Counter[str]) -> Iterator[Document]:
@@ -200,13 +222,18 @@ def _field_bytes(row: Any, field: str, where: str) -> bytes:
 
 
 def _parquet_documents(source: TextSource, rule: DocumentRule) -> Iterator[tuple[str, bytes]]:
-    for number, row in _read_parquet(source, rule.field):
-        where = f"{source.path}:{number}"
-        yield where, _field_bytes(row, rule.field, where)
+    """A text column is taken as its bytes, which no writer of parquet had to make UTF-8."""
+    for first, batch in _parquet_batches(source, rule.field):
+        column = batch.column(0)
+        text = str(column.type) in ("string", "large_string", "string_view")
+        values = column.cast("large_binary").to_pylist() if text else [row[rule.field] for row in _python_rows(batch, source, first)]
+        for number, value in enumerate(values, first):
+            where = f"{source.path}:{number}"
+            yield where, value if text and value is not None else _field_bytes({rule.field: value}, rule.field, where)
 
 
-def _read_parquet(source: TextSource, column: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every row with its number from 1; of one column, where it is named."""
+def _parquet_batches(source: TextSource, column: str | None = None) -> "Iterator[tuple[int, RecordBatch]]":
+    """The rows by some hundreds, each time with the number of the first, from 1; of one column, where it is named."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -214,13 +241,14 @@ def _read_parquet(source: TextSource, column: str | None = None) -> Iterator[tup
         raise UsageError(f"{source.path}: reading parquet needs pyarrow; pip install 'assay[data]'") from None
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
-            names = file.schema_arrow.names
+            names, number = file.schema_arrow.names, 1
             if column is not None and column not in names:
                 raise DataError(f"{source.path}: no column {column!r}, but {', '.join(names)}; name one with --field")
             if len(set(names)) < len(names):
                 raise DataError(f"{source.path}: the column {_repeated(names)} is there twice; name each column once")
-            batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=None if column is None else [column])
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=None if column is None else [column]):
+                yield number, batch
+                number += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{source.path}: cannot be read as parquet ({error})") from None
 
@@ -272,10 +300,11 @@ def read_rows(path: Path | str, *, otherwise: str | None = None, limit: int | No
 
 def _folder_rows(folder: Path) -> Iterator[DataRow]:
     """Numbered through all files, which lie directly in the folder."""
-    files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
-    rows = [file for file in files if file.name.endswith(tuple(ROW_READERS))]
-    if not rows or len(rows) < len(files):
-        odd = f"{next(file.name for file in files if file not in rows)} among its files" if files else "no file"
+    shown = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    rows = [path for path in shown if path.is_file() and path.name.endswith(tuple(ROW_READERS))]
+    if not rows or len(rows) < len(shown):
+        other = next((path for path in shown if path not in rows), None)
+        odd = "no file" if other is None else f"{other.name} in it{'' if other.is_file() else f', {unreadable_entry(other)}'}"
         raise UsageError(f"{folder}: a folder with {odd}; expected files of rows and nothing else: {', '.join(ROW_READERS)}")
     yield from (replace(row, number=number) for number, row in enumerate((row for file in rows for row in _file_rows(file)), 1))
 
@@ -304,12 +333,13 @@ def row_object(line: bytes, where: str) -> dict[str, Any]:
         line.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line ({error.reason}); convert the file") from None
-    return parse_json(line, where=where, shape=dict, error=DataError, advice=_A_LINE, surrogates=True)
+    return parse_json(line, where=where, shape=dict, error=DataError, advice=_A_LINE)
 
 
 def _csv_rows(source: TextSource) -> Iterator[DataRow]:
     with open_source(source) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # spreadsheets write a byte order mark
+        csv.field_size_limit(MAX_DOCUMENT_BYTES)  # of the whole process, as the csv module has it; its own is 131,072
         reader = csv.reader(text, strict=True, delimiter="\t" if source.path.name.endswith(".tsv") else ",")
         header: list[str] = []
         number = 0
@@ -336,8 +366,26 @@ def _cells(header: list[str], cells: list[str], where: str) -> dict[str, Any]:
 
 
 def _parquet_rows(source: TextSource) -> Iterator[DataRow]:
-    for number, values in _read_parquet(source):
-        yield DataRow(f"{source.path}:{number}", number, values)
+    for first, batch in _parquet_batches(source):
+        for number, values in enumerate(_python_rows(batch, source, first), first):
+            yield DataRow(f"{source.path}:{number}", number, values)
+
+
+_UNCONVERTIBLE = ValueError, OverflowError  # text that is not UTF-8, a name twice in one struct, a date that Python does not have
+
+
+def _python_rows(batch: "RecordBatch", source: TextSource, first: int) -> list[dict[str, Any]]:
+    try:
+        return cast(list[dict[str, Any]], batch.to_pylist())
+    except _UNCONVERTIBLE:
+        for row, name in product(range(batch.num_rows), batch.schema.names):
+            try:
+                batch.slice(row, 1).column(name).to_pylist()
+            except _UNCONVERTIBLE as error:
+                said = f"not UTF-8 at byte {error.start} ({error.reason})" if isinstance(error, UnicodeDecodeError) else f"{error}"
+                raise DataError(f"{source.path}:{first + row}: the column {name!r} cannot be read: {said}; write it anew, or leave it "
+                                "out of the file") from None
+        raise
 
 
 ROW_READERS: dict[str, Callable[[TextSource], Iterator[DataRow]]] = {

@@ -50,11 +50,11 @@ def fetch_rows(url: str) -> Path:
     """A file at a URL of fsspec's, or all files that lie directly in a folder there, in the cache; whole or not at all. A copy belongs to
     one version of what lies there."""
     above, _, last = url.rstrip("/").rpartition("/")
-    alone = last.endswith(FETCHED)
+    alone = last.endswith(FETCHED) and not RemoteFolder(url).is_there()  # Spark's folders are called rows.parquet
     remote = RemoteFolder(above if alone else url)
-    names = [last] if alone else [name for name in remote.names() if name.endswith(FETCHED)]
-    if not names:
-        raise UsageError(f"{url}: no file of rows or text lies there; expected {', '.join(FETCHED)}, or a folder of these")
+    names = [last] if alone else [name for name in remote.names() if not name.startswith(".")]
+    if odd := [name for name in names if not name.endswith(FETCHED)] or ["no file"] * (not names):
+        raise UsageError(f"{url}: {odd[0]} lies there; expected files of rows or text and nothing else: {', '.join(FETCHED)}")
     versions = hashlib.sha256("\n".join([url, *(f"{name} {remote.version(name)}" for name in names)]).encode()).hexdigest()[:16]
     place = cache_folder() / "rows" / versions / (last.partition(".")[0] if alone else last)
     if not place.exists():

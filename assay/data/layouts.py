@@ -162,7 +162,7 @@ def _layout(row: DataRow, asked: str | None) -> str:
 
 
 def _shown(row: DataRow) -> str:
-    return ", ".join(row.values) or "none"
+    return ", ".join(name if value is not None else f"{name} (null)" for name, value in row.values.items()) or "none"
 
 # ---------------------------------------------------------------- one reader a layout
 

@@ -29,6 +29,7 @@ from assay.data.packing import PackedExamples, RowPlan
 from assay.data.token_corpus import Corpus
 from assay.errors import DataError, UsageError
 from assay.seeds import derive
+from assay.store.remote import is_url
 
 MOST_ROWS_A_CYCLE = 10_000
 _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+)")
@@ -55,10 +56,15 @@ def weighted_sources(entries: Sequence[str], flag: str) -> list[WeightedSource]:
     weights = [source.weight for source in found if source.weight is not None]
     if not weights:
         return found
-    if len(weights) < len(found) or not all(weights) or len({source.name for source in found}) < len(found):
+    if len(weights) < len(found) or not all(weights) or len({_one_name(source.name) for source in found}) < len(found):
         raise UsageError(f"{flag} {' '.join(map(str, entries))}: expected a weight above 0 after each source, and each source once, as in "
                          "chats.jsonl:0.7 text.jsonl:0.3")
     return found
+
+
+def _one_name(name: str) -> str:
+    """The same for every way to write a path, and for links to one file."""
+    return name if is_url(name) else str(Path(name).resolve())
 
 
 def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:

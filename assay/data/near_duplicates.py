@@ -10,6 +10,7 @@ Memory: about 400 bytes a document, whatever its length.
 """
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from assay.data.data_files import row_object
 from assay.data.overlap import Hashes, hash_spans, mix_bits, word_places
 from assay.errors import DataError, GuardStop
-from assay.strict_json import parse_json
 
+PlacedLine = tuple[str, bytes]  # file:line, and a row as one line of JSON
 RUN_WORDS = 5
 NEAR_COPY = 0.8  # share of runs in common from which on a document is a near copy of another
 BINS, BANDS = 128, 16
@@ -186,40 +188,32 @@ def said_in_row(values: Any) -> str:
     return "\n".join(text for each in (values.values() if isinstance(values, dict) else values) if (text := said_in_row(each)))
 
 
-def whole_row(values: Any) -> str:
-    """Whole row as text: the same for rows that are equal, in whatever order their columns stand."""
-    if isinstance(values, dict):
-        return "\0{" + "\0".join(f"{key}\0{whole_row(values[key])}" for key in sorted(values)) + "\0}"
-    if isinstance(values, list):
-        return "\0[" + "\0".join(map(whole_row, values)) + "\0]"
-    return values if isinstance(values, str) else f"\0{values}"
+def whole_row(values: Any) -> bytes:
+    """Whole row as bytes: the same for rows that are equal, in whatever order their columns stand, and for no others."""
+    return json.dumps(values, sort_keys=True).encode()
 
 
-def said_in_column(values: dict[str, Any], field: str, where: str) -> str:
+def column_of(values: dict[str, Any], field: str, where: str) -> Any:
     if values.get(field) is None:
         raise DataError(f"{where}: there is nothing under {field!r}; its columns are {', '.join(values) or 'none'}. Rows without it would "
                         "all be copies of each other: give another --field, or leave it out")
-    return str(values[field])
+    return values[field]
 
 
-def lines_prints(lines: Sequence[bytes], before: int, field: str | None, signed: bool) -> Prints:
-    """Fingerprints of rows that come after `before` others. Copies are rows of which everything is equal, or all of the one column."""
-    places = [f"row {number:,} of all files" for number in range(before + 1, before + 1 + len(lines))]
-    rows = [parse_json(line, where=where, shape=dict, error=DataError, surrogates=True) for line, where in zip(lines, places, strict=True)]
+def lines_prints(lines: Sequence[PlacedLine], field: str | None, signed: bool) -> Prints:
+    """Fingerprints of rows. Copies are rows of which everything is equal, or all of the one column."""
+    rows: list[Any] = [row_object(line, where) for where, line in lines]
     if field is not None:
-        return document_prints([_bytes(said_in_column(row, field, where)) for row, where in zip(rows, places, strict=True)], signed=signed)
-    return document_prints([_bytes(said_in_row(row)) for row in rows], whole=[_bytes(whole_row(row)) for row in rows], signed=signed)
+        rows = [column_of(row, field, where) for row, (where, _) in zip(rows, lines, strict=True)]
+    said = [said_in_row(row).encode(errors="surrogatepass") for row in rows]
+    return document_prints(said, whole=[whole_row(row) for row in rows], signed=signed)
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
-
-
-def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[list[bytes]]:
-    block, held = list[bytes](), 0
-    for line in lines:
-        block.append(line)
-        held += len(line)
+def line_blocks(lines: Iterable[PlacedLine], size: int = BLOCK_BYTES) -> Iterator[list[PlacedLine]]:
+    block, held = list[PlacedLine](), 0
+    for placed in lines:
+        block.append(placed)
+        held += len(placed[1])
         if held >= size:
             yield block
             block, held = [], 0
@@ -227,23 +221,15 @@ def line_blocks(lines: Iterable[bytes], size: int = BLOCK_BYTES) -> Iterator[lis
         yield block
 
 
-def numbered_blocks(blocks: Iterable[list[bytes]]) -> Iterator[tuple[int, list[bytes]]]:
-    """Blocks of rows, each with the number of rows before it."""
-    before = 0
-    for block in blocks:
-        yield before, block
-        before += len(block)
-
-
-def prints_of_lines(lines: Iterable[bytes], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Prints:
+def prints_of_lines(lines: Iterable[PlacedLine], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Prints:
     """Fingerprints of JSON rows, in their order, computed by `workers` processes; `signed` where near copies are looked for."""
-    blocks = numbered_blocks(line_blocks(lines))
+    blocks = line_blocks(lines)
     if workers < 2:
-        return joined_prints([lines_prints(block, before, field, signed) for before, block in blocks])
+        return joined_prints([lines_prints(block, field, signed) for block in blocks])
     found, waiting = list[Prints](), deque[Future[Prints]]()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        for before, block in blocks:
-            waiting.append(pool.submit(lines_prints, block, before, field, signed))
+        for block in blocks:
+            waiting.append(pool.submit(lines_prints, block, field, signed))
             if len(waiting) > 3 * workers:
                 found.append(waiting.popleft().result())
         found += [each.result() for each in waiting]

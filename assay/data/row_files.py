@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from assay.data.data_files import MAX_DOCUMENT_BYTES, DataRow, TextSource, open_
 from assay.data.hub_datasets import local_data
 from assay.data.layouts import CONVERSATION_LAYOUTS
 from assay.data.mixture import WeightedSource, placed_row, rows_given, rows_until_empty, whole_shares
-from assay.data.near_duplicates import NEAR_COPY, find_duplicates, prints_of_lines, refuse_wrong_likeness
+from assay.data.near_duplicates import NEAR_COPY, PlacedLine, find_duplicates, prints_of_lines, refuse_wrong_likeness
 from assay.data.order import permuted_places
 from assay.errors import DataError, GuardStop, UsageError
 from assay.seeds import derive
@@ -36,30 +36,59 @@ def row_lines(name: str) -> Iterator[bytes]:
         yield line
 
 
-def placed_lines(name: str) -> Iterator[tuple[str, bytes]]:
-    """(place, line) of every row; of a .jsonl file the lines that are not blank, unread."""
-    path = local_data(name)
-    if path.is_file() and path.name.endswith((".jsonl", ".jsonl.gz")):
-        source = TextSource(path, path.name)
-        with open_source(source) as file:
-            for number, line in source_lines(source, file, 6 * MAX_DOCUMENT_BYTES):
-                if line.strip():
-                    yield f"{path}:{number}", line if line.endswith(b"\n") else line + b"\n"
-    else:
-        yield from ((row.where, as_line(row.values)) for row in read_rows(path))
+def placed_lines(name: str) -> Iterator[PlacedLine]:
+    """Every row of a file, of which there must be one; of a .jsonl file the lines that are not blank, unread."""
+    path, found = local_data(name), False
+    copied = path.is_file() and path.name.endswith((".jsonl", ".jsonl.gz"))
+    for placed in _jsonl_lines(TextSource(path, path.name)) if copied else map(written_row, read_rows(path)):
+        found = True
+        yield placed
+    if not found:
+        raise DataError(f"{name}: there is no row in it")
 
 
-def as_line(values: dict[str, Any]) -> bytes:
-    """Row as a line of JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null."""
-    return json.dumps(without_nan(values), ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+def _jsonl_lines(source: TextSource) -> Iterator[PlacedLine]:
+    with open_source(source) as file:
+        for number, line in source_lines(source, file, 6 * MAX_DOCUMENT_BYTES):
+            if line.strip():
+                yield f"{source.path}:{number}", line if line.endswith(b"\n") else line + b"\n"
 
 
-def without_nan(value: Any) -> Any:
+def written_row(row: DataRow) -> PlacedLine:
+    """Row as a line of JSON, which has no word for NaN: what pandas writes into parquet where a number is missing becomes null. It has none
+    for bytes and for infinite numbers either, and these are refused. Dates and decimals become text."""
+    def as_text(value: Any) -> str:
+        if isinstance(value, bytes):
+            raise DataError(f"{row.where}: the column {column_with(row.values, bytes)!r} holds bytes, which JSON cannot say; make it text, "
+                            "or leave it out of the file")
+        return str(value)
+
+    try:
+        line = json.dumps(without_nan(row.values), ensure_ascii=False, allow_nan=False, default=as_text)
+    except ValueError:
+        raise DataError(f"{row.where}: not JSON (Infinity): a number is infinite, which JSON cannot say; write a finite one or "
+                        "none") from None
+    return row.where, line.encode(errors="surrogatepass") + b"\n"
+
+
+def column_with(values: dict[str, Any], kind: type) -> str:
+    """The first that holds such a value, however deep."""
+    def holds(value: Any) -> bool:
+        within = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        return isinstance(value, kind) or any(map(holds, within))
+
+    return next(name for name, value in values.items() if holds(value))
+
+
+def without_nan(value: Any, infinite: Callable[[float], Any] = float) -> Any:
+    """Null in the place of NaN, and what `infinite` makes of numbers that are."""
     if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return {key: without_nan(each, infinite) for key, each in value.items()}
+    if isinstance(value, list | tuple):  # a map of parquet's is a list of pairs
+        return [without_nan(each, infinite) for each in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else infinite(value)
 
 
 def write_lines(out: str, lines: Iterable[bytes], rows: int) -> str:
@@ -75,6 +104,8 @@ def write_lines(out: str, lines: Iterable[bytes], rows: int) -> str:
     def hashed() -> Iterator[bytes]:
         nonlocal count
         for line in lines:
+            if not line.strip() or line.find(b"\n") != len(line) - 1:
+                raise GuardStop(f"{out}: not written: row {count + 1:,} would not be one line of the file: {line[:80]!r}")
             due.update(line)
             count += 1
             yield line
@@ -114,8 +145,6 @@ def in_pieces(lines: Iterable[bytes], size: int = 1 << 20) -> Iterator[bytes]:
 def mix_rows(sources: Sequence[WeightedSource], out: str, *, rows: int | None, epochs: int, seed: int) -> dict[str, Any]:
     """Rows of several files by their weights, each file in an order of its own; until `rows`, or until a file was read `epochs` times."""
     texts = [list(row_lines(source.name)) for source in sources]
-    if empty := [source.name for source, lines in zip(sources, texts, strict=True) if not lines]:
-        raise DataError(f"{empty[0]}: there is no row in it")
     shares = whole_shares([source.weight or Fraction(1) for source in sources])
     there = rows_until_empty([epochs * len(lines) for lines in texts], shares)
     out_first = sources[placed_row(there, shares).source].name
@@ -148,9 +177,21 @@ def row_content(line: bytes, where: str) -> str:
     return hashlib.sha256(json.dumps(row_object(line, where), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def refuse_wrong_contents() -> None:
+    """Before rows are held out: of known rows, those that say the same have one content, whatever the order of their columns, and no
+    others."""
+    same = [b'{"a": 1, "b": {"c": "x", "d": null}}', b'{"b":{"d":null,"c":"x"},"a":1}']
+    others = [b'{"a": 1, "b": {"c": "y", "d": null}}', b'{"a": "1", "b": {"c": "x", "d": null}}', b'{"a": 1}']
+    contents = [row_content(line, "a known row") for line in (*same, *others)]
+    if contents[0] != contents[1] or len(set(contents)) != 1 + len(others):
+        raise GuardStop("split: two of five known rows say the same, and by their contents it is not these two: copies would stand on both "
+                        "sides")
+
+
 def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[str, Any]:
     """FOLDER/train.jsonl and FOLDER/held-out.jsonl. Who is held out depends on what a row says and on the seed; copies go to one side."""
     refuse_existing(*(Path(folder) / f"{side}.jsonl" for side in ("train", "held-out")))
+    refuse_wrong_contents()
     contents = [row_content(line, where) for where, line in placed_lines(name)]
     ordered = sorted(set(contents), key=lambda content: derive(seed, "held-out", content))
     count = round(held_out * len(ordered))
@@ -167,7 +208,7 @@ def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[st
 
 def near_across(name: str, held_out: Sequence[bool]) -> int:
     """How many rows that are held out are near copies of rows that are not: what is measured on them is partly memory."""
-    groups, apart = find_duplicates(prints_of_lines(unread_lines([name])), NEAR_COPY).first, np.array(held_out)
+    groups, apart = find_duplicates(prints_of_lines(placed_lines(name)), NEAR_COPY).first, np.array(held_out)
     return int(np.isin(groups[apart], groups[~apart]).sum())
 
 # ---------------------------------------------------------------- duplicates
@@ -176,19 +217,18 @@ def near_across(name: str, held_out: Sequence[bool]) -> int:
 def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, field: str | None, workers: int) -> dict[str, Any]:
     """The rows of all files without those that repeat an earlier one: all of it or, with a threshold, nearly its words."""
     refuse_wrong_likeness()
-    found = find_duplicates(prints_of_lines(unread_lines(names), field=field, workers=workers, signed=threshold is not None), threshold)
+    prints = prints_of_lines(lines_of_all(names), field=field, workers=workers, signed=threshold is not None)
+    found = find_duplicates(prints, threshold)
     kept = found.kept
-    lines = (line for line, keep in zip(unread_lines(names), kept, strict=True) if keep)
+    lines = (line for (_, line), keep in zip(lines_of_all(names), kept, strict=True) if keep)
     digest = write_lines(out, lines, int(kept.sum()))
     repeated = np.flatnonzero(~kept)
     return {"file": out, "sha256": digest, "rows": len(kept), "kept": int(kept.sum()), "exact": found.exact, "near": found.near,
             "threshold": threshold, "pairs": [[int(row) + 1, int(found.first[row]) + 1] for row in repeated[:10]]}
 
 
-
-def unread_lines(names: Sequence[str]) -> Iterator[bytes]:
-    """Lines of all files, not parsed: the processes that compute their signatures parse them."""
-    return (line for name in names for _, line in placed_lines(name))
+def lines_of_all(names: Sequence[str]) -> Iterator[PlacedLine]:
+    return (placed for name in names for placed in placed_lines(name))
 
 # ---------------------------------------------------------------- looking
 
@@ -201,11 +241,11 @@ def look_at_rows(name: str, limit: int | None = None) -> dict[str, Any]:
         columns.update(key for key, value in row.values.items() if value is not None)
         for key, value in row.values.items():
             kinds.setdefault(key, Counter())[type(value).__name__] += 1
-        line = as_line(row.values)
-        lengths.append(len(line))
-        contents.add(hashlib.sha256(line).hexdigest())
+        shown = without_nan(row.values, str)  # JSON has no word for infinite numbers
+        lengths.append(len(json.dumps(shown, ensure_ascii=False, default=str).encode(errors="surrogatepass")) + 1)
+        contents.add(hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).hexdigest())
         layouts[layout_name(row)] += 1
-        first += [row.values] if len(first) < _LOOKED_AT else []
+        first += [shown] if len(first) < _LOOKED_AT else []
     if not lengths:
         raise DataError(f"{name}: there is no row in it")
     quantiles = np.quantile(lengths, [0, 0.5, 0.95, 1]).astype(int).tolist()

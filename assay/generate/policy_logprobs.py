@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.kernels.draw_tokens import SamplingRule, truncated_logprobs
 from assay.kernels.softcap_ce import linear_logprobs
@@ -71,6 +72,7 @@ def completion_logprobs(model: Transformer, sequences: Sequences, sampling: Samp
 
     Under the distribution that `sampling` says it was drawn from. fp32, on the CPU.
     """
+    refuse_beyond_reach(model.config.max_length, sequences)
     scored: dict[int, Tensor] = {}
     for part in _batches(sequences):
         states_BTD = _states(model, [(*sequences[i][0], *sequences[i][1]) for i in part])
@@ -79,6 +81,14 @@ def completion_logprobs(model: Transformer, sequences: Sequences, sampling: Samp
             before = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)  # the states that predict the completion
             scored[index] = _score(model, states_BTD[row, before], prompt, completion, sampling)
     return [scored[index].cpu() for index in range(len(sequences))]
+
+
+def refuse_beyond_reach(context: int, sequences: Sequences) -> None:
+    """A text that is longer than the context would get numbers all the same: of positions that mean nothing to the model."""
+    longest = max((len(prompt) + len(completion) for prompt, completion in sequences), default=0)
+    if longest > context:
+        raise UsageError(f"a text to be scored has {longest:,} tokens, prompt and answer together, and the model's context is {context:,}: "
+                         "beyond it positions mean nothing to the model; shorten the prompt (fewer examples in it), or leave it out")
 
 
 def _score(model: Transformer, states_ND: Tensor, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling) -> Tensor:

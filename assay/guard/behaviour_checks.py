@@ -11,6 +11,7 @@ silence: a model that was taught one thing alone may have nothing to say to the 
 import contextlib
 import importlib.util
 import io
+import math
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -27,7 +28,7 @@ from assay.guard.proof_subject import ProofSubject
 from assay.health.degenerate import Expected
 from assay.health.generation_probe import Health, ModelGenerator, compare_health, probe
 from assay.health.probe_prompts import BUILT_IN_PROMPTS, TEXT_BEGINNINGS, ProbePrompt
-from assay.model.families import hf_layout, to_foreign
+from assay.model.families import HARMLESS, config_to_hf, hf_layout, to_foreign
 from assay.model.probe_logits import ProbeLogits, probe_distance, probe_inputs
 from assay.model.transformer import Transformer
 from assay.statistics.sequential import SEQUENTIAL_LEVEL
@@ -64,10 +65,17 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     """Check the same folder through transformers or PEFT: nothing missing, nothing left over, the same answers."""
     if reason := _no_consumer(subject):
         return unproven("consumer", reason, optional=True)
+    if subject.raw.place.kind == "gguf":
+        return _gguf_consumer(subject)
+    return _read_by(subject, partial(_load_with_peft, subject) if subject.raw.place.adapter else
+                    partial(_loaded, subject.artifact, subject.device))
+
+
+def _read_by(subject: ProofSubject, load: Callable[[], tuple[torch.nn.Module, list[str]]]) -> Verdict:
     name = "peft" if subject.raw.place.adapter else "transformers"
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # their progress bars and advice
         warnings.simplefilter("ignore")
-        model, problems = _load_with_peft(subject) if subject.raw.place.adapter else _loaded(subject.artifact, subject.device)
+        model, problems = load()
     if problems:
         return refuted("consumer", f"{name} does not load it whole: {'; '.join(problems)}", problems=problems)
     tokens, ids = probe_inputs(subject.artifact.config.vocab, subject.artifact.config.max_length)
@@ -78,6 +86,56 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     if not error <= bound:
         return refuted("consumer", f"{words}: {name} makes another model of these files", error=str(error), bound=bound)
     return proven("consumer", words, error=error, bound=bound)
+
+
+def _gguf_consumer(subject: ProofSubject) -> Verdict:
+    """transformers has a reader of GGUF for some architectures, and for some of those reads a part of the geometry: what it does not look
+    at in a header is no fault of the file. Where it makes another model by its own reading, it is given the geometry and asked again."""
+    try:
+        found = _read_by(subject, partial(_loaded, subject.artifact, subject.device))
+    except (ValueError, RuntimeError, KeyError) as error:
+        if "is not supported yet" in str(error):
+            return unproven("consumer", f"transformers cannot read it ({error}); llama.cpp does", optional=True)
+        found = refuted("consumer", f"transformers does not open it: {type(error).__name__}: {str(error).splitlines()[0]}")
+    if found.outcome is not Outcome.REFUTED:
+        return found
+    misread = _misread_fields(subject.artifact)
+    if not misread:
+        return found
+    told = _read_by(subject, partial(_loaded, subject.artifact, subject.device, config=_own_config(subject.artifact)))
+    if told.outcome is Outcome.REFUTED:
+        return told
+    words = (f"transformers' reader of GGUF takes {', '.join(misread[:4])}, which it does not look up in the header; told so, it is the "
+             f"same model ({told.reason}). Open it with llama.cpp, or use a folder for transformers")
+    return unproven("consumer", words, optional=True, fields=misread, **told.evidence)
+
+
+def _own_config(artifact: Artifact) -> Any:
+    import transformers
+
+    fields = config_to_hf(artifact.config, "float32")
+    return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def _misread_fields(artifact: Artifact) -> list[str]:
+    """Fields of the geometry that transformers takes from a GGUF file and that are not what its header says, in words."""
+    import transformers
+
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        read = transformers.AutoConfig.from_pretrained(artifact.path.parent, gguf_file=artifact.path.name, local_files_only=True)
+    theirs, ours = read.to_dict(), _own_config(artifact).to_dict()
+    unsaid = {"rope_scaling", "rope_theta", "router_aux_loss_coef", "max_window_layers"}  # in other fields, or of no effect here
+    named = config_to_hf(artifact.config, "float32").keys() - HARMLESS - unsaid
+    return [f"{name} for {str(theirs[name])[:80]} where it is {str(ours[name])[:80]}" for name in sorted(named & theirs.keys())
+            if not _alike(theirs[name], ours.get(name))]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """GGUF has numbers in single precision."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other
 
 
 def _consumer_bound(subject: ProofSubject) -> float:
@@ -242,15 +300,15 @@ def _no_consumer(subject: ProofSubject) -> str | None:
     return None
 
 
-def _loaded(artifact: Artifact, device: str) -> tuple[torch.nn.Module, list[str]]:
+def _loaded(artifact: Artifact, device: str, **options: Any) -> tuple[torch.nn.Module, list[str]]:
     """Load the model through transformers, straight onto a GPU where `accelerate` is there for it and the GPU has room: an fp32 copy of a
     large model on the host takes minutes."""
     if device == "cpu" or importlib.util.find_spec("accelerate") is None:
-        return _load_with_transformers(artifact)
+        return _load_with_transformers(artifact, **options)
     try:
-        return _load_with_transformers(artifact, device_map={"": device})
+        return _load_with_transformers(artifact, device_map={"": device}, **options)
     except torch.OutOfMemoryError:
-        return _load_with_transformers(artifact)
+        return _load_with_transformers(artifact, **options)
 
 
 def _load_with_transformers(artifact: Artifact, **options: Any) -> tuple[torch.nn.Module, list[str]]:

@@ -60,16 +60,23 @@ def check_budget(schedule: Schedule, done: int, stopped_early: str | None = None
                     steps=done, share=last)
 
 
-def check_best(step: int, printed: Mapping[int, float]) -> Verdict:
+def check_best(step: int, printed: Mapping[int, float], unsaved: Mapping[int, str] | None = None) -> Verdict:
     """Check that the exported checkpoint, of `step`, has the lowest of all printed scores, so that "best" agrees with the figures a
-    reader sees.
+    reader sees. Of steps that were `unsaved`, and why, there is no checkpoint: where one of them scored lower, that is said.
     """
-    lowest = min(printed, key=lambda each: printed[each])
+    unsaved = unsaved or {}
     if step not in printed:
         return refuted("best", f"step {step} is called the best, and no score of it was printed")
+    if step in unsaved:
+        return refuted("best", f"step {step} is called the best, and it was not saved: {unsaved[step]}")
     words = f"step {step} is called the best at {printed[step]:.6g}"
-    if printed[step] - printed[lowest] > SAME_PRINTED * max(1.0, abs(printed[lowest])):
-        return refuted("best", f"{words}, and {printed[lowest]:.6g} was printed of step {lowest}: it was chosen by another mean")
+    lower = [each for each in sorted(printed, key=lambda each: printed[each])
+             if printed[step] - printed[each] > SAME_PRINTED * max(1.0, abs(printed[each]))]
+    if kept := [each for each in lower if each not in unsaved]:
+        return refuted("best", f"{words}, and {printed[kept[0]]:.6g} was printed of step {kept[0]}: it was chosen by another mean")
+    if lower:
+        return unproven("best", f"the best evaluation (step {lower[0]}, {printed[lower[0]]:.6g}) was not saved: {unsaved[lower[0]]}; the "
+                                f"best of what was saved is step {step} ({printed[step]:.6g}), which is handed over", optional=True)
     return proven("best", f"{words}, the lowest of {len(printed)} that were printed")
 
 

@@ -2,14 +2,16 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from assay.data.batch import Batch
 from assay.evaluation.held_out_loss import HeldOut
 from assay.model.merging import Merge, matrices_cosine
+from assay.model.transformer import Transformer
 from assay.seeds import generator
 from assay.statistics.estimate import paired
 from assay.store.artifact import Artifact, merged_tensors
@@ -17,6 +19,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 
 RELATED = 0.5  # cosine of all matrices; of fine-tunes it is above 0.9, of models that began apart below 0.05
 SAME_VALUES = 1e-4  # of a tensor's norm, between what was written and what the formula gives
+SAME_INFLUENCE = 1e-4  # between a layer's influence computed in batches, in the model's dtype, and text by text
 SURE = 0.999
 
 
@@ -96,6 +99,48 @@ def check_kept_layers(written: Mapping[str, Tensor], source: Mapping[str, Tensor
     if wrong := [name for name, of in moved.items() if not torch.equal(written[name].float(), source[of].float())]:
         return refuted("arithmetic", f"{len(wrong)} of {len(moved)} tensors are not their source's: {', '.join(wrong[:3])}", tensors=wrong)
     return proven("arithmetic", f"layers {', '.join(map(str, kept))}: all {len(moved)} tensors are their source's, bit for bit")
+
+
+def check_dropped_layers(kept: Sequence[int], depth: int, named: Sequence[int], count: int | None,
+                         influence: Sequence[float] | None) -> Verdict:
+    """The layers that went are the `named` ones, or `count` of them, none of which does more than one that stays. `influence` is that of
+    every layer, worked out text by text."""
+    dropped = sorted(set(range(depth)) - set(kept))
+    if dropped != sorted(named) if named else len(dropped) != count:
+        asked = f"layers {', '.join(map(str, sorted(named)))}" if named else f"{count} of {depth} layers"
+        return refuted("layers", f"{asked} were to go, and what went is {', '.join(map(str, dropped)) or 'none'}", dropped=dropped)
+    if influence is None:
+        return proven("layers", f"the layers that went are those that were named: {', '.join(map(str, dropped))}", dropped=dropped)
+    most, least = max(influence[layer] for layer in dropped), min(influence[layer] for layer in kept)
+    words = f"text by text, what goes does {most:.6f} at the most, and what stays {least:.6f} at the least"
+    if not most <= least + SAME_INFLUENCE:
+        return refuted("layers", f"{words}: layers that do least were to go", most=str(most), least=str(least))
+    return proven("layers", f"{words}: {len(dropped)} of {depth} layers, those that do least", dropped=dropped)
+
+
+@torch.no_grad()
+def influence_by_text(model: Transformer, batches: Sequence[Batch]) -> list[float]:
+    """1 less the cosine between what goes into a layer and what comes out of it, the mean over tokens; each text read alone, cosines in
+    double precision."""
+    pairs, found = list[tuple[Tensor, Tensor]](), list[Tensor]()
+    hooks = [block.register_forward_hook(lambda _, given, output: pairs.append((given[0], output))) for block in model.blocks]
+    try:
+        for tokens in (text for batch in batches for text in _texts_of(batch)):
+            pairs.clear()
+            model.hidden(tokens[None])
+            found.append(torch.stack([1 - (before.double() * after.double()).sum(-1)[0] / (
+                before.double().norm(dim=-1) * after.double().norm(dim=-1))[0] for before, after in pairs]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(found, 1).mean(1).tolist()
+
+
+def _texts_of(batch: Batch) -> Iterator[Tensor]:
+    """The token ids of every text of a batch."""
+    for row, tokens in enumerate(batch.tokens):
+        documents = torch.zeros_like(tokens) if batch.documents is None else batch.documents[row]
+        yield from (tokens[documents == document] for document in documents.unique().tolist() if document >= 0)
 
 
 def naive_merge(asked: Merge, name: str, tensors: Sequence[Tensor], base: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from assay.agents.episodes import SampledTurn
-from assay.agents.tool_calls import TOOL_FORMATS, ToolFormat
+from assay.agents.tool_calls import TOOL_FORMATS, ToolCall, ToolFormat
 from assay.agents.trajectory import Trajectory
 from assay.agents.transcript import CANARY_CALL, CANARY_TOOL, call_as_templated
 from assay.data.batch import Batch
@@ -34,6 +34,22 @@ SAME_WEIGHT = 1e-5  # relative: token weights are held in fp32
 HASH_BASE = 1_000_003
 LEFT_TO_LEARN = -1e-3  # nats: below it a token that counts has a gradient; of one that is certain nothing may be left
 FEWEST_OF_A_KIND = 20  # episodes that a share of errors is at least taken of
+KNOWN_CALLS = (CANARY_CALL, ToolCall("assay_other", {"words": 'two "words"', "deep": '{"not": "read"}'}))
+# Turns of each format with how many calls and how many faults they hold: calls that were not closed, are no JSON, or were only thought of.
+KNOWN_TURNS: dict[str, tuple[tuple[str, int, int], ...]] = {
+    "hermes": (('<tool_call>{"name": "a", "arguments": {}}', 0, 1), ("<tool_call>no</tool_call>", 0, 1),
+               ('<think><tool_call>{"name": "a", "arguments": {}}</tool_call></think>no', 0, 0),
+               ('<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>no</tool_call>', 1, 1)),
+    "qwen3_coder": (("<tool_call><function=a></function>", 0, 1), ("<tool_call>no</tool_call>", 0, 1),
+                    ("<think><tool_call><function=a></function></tool_call></think>no", 0, 0),
+                    ("<tool_call><function=a><parameter=b>1</function></tool_call>", 0, 1),
+                    ("<tool_call><function=a></function></tool_call><tool_call>no</tool_call>", 1, 1)),
+    "llama3": (("<|python_tag|>no", 0, 1), ('{"name": "a", "parameters": ', 0, 1), ('{"name": "a", "parameters": {}}; {"name": 3}', 1, 1)),
+    "mistral": (("[TOOL_CALLS]no", 0, 1), ("[TOOL_CALLS]a[ARGS]{", 0, 1), ("[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]a[ARGS]no", 1, 1)),
+    "gpt_oss": (("<|channel|>commentary to=functions.a<|message|>no<|call|>", 0, 1), ("<|channel|>commentary to=functions.a", 0, 1),
+                ("<|channel|>analysis<|message|>functions.a({})", 0, 0),
+                ("<|channel|>commentary to=functions.a<|message|>{}<|call|><|start|>assistant<|channel|>commentary to=b<|message|>{}",
+                 1, 1))}
 
 
 def check_token_law(batch: Batch, sampled: Sequence[SampledTurn], counted: Counter[tuple[int, ...]], *, stop_ids: Collection[int],
@@ -213,7 +229,10 @@ def check_kinds(dropped: Mapping[str, int], every: Mapping[str, int], allowed: f
 
 def check_tool_format(tokenizer: Tokenizer, spoken: ToolFormat) -> Verdict:
     """A tool call is read as the model's own chat template writes it: else every call of the policy would be taken for an answer, or for
-    a fault, and it would be taught to call in another way than it knows."""
+    a fault, and it would be taught to call in another way than it knows. And known turns are read as what they are, calls and faults once
+    each."""
+    if (misread := misread_turn(spoken)) is not None:
+        return refuted("tool_format", f"in the format {spoken.name} {misread}")
     turn = None if tokenizer.template is None else call_as_templated(tokenizer)
     if turn is None:
         return unproven("tool_format", f"the chat template writes no tool calls, so nothing shows that the model's are read; they are "
@@ -222,6 +241,21 @@ def check_tool_format(tokenizer: Tokenizer, spoken: ToolFormat) -> Verdict:
         return proven("tool_format", f"a call as the chat template writes it is read in the format {spoken.name}")
     return refuted("tool_format", f"the chat template writes a tool call as {turn[:200]!r}, which the format {spoken.name} does not read; "
                    f"there are {', '.join(TOOL_FORMATS)} (--tool-format), or give the model a template that writes one of these")
+
+
+def misread_turn(spoken: ToolFormat) -> str | None:
+    """A known turn, and how it is read, where that is wrong."""
+    for count in range(len(KNOWN_CALLS) + 1):
+        text = spoken.write("I shall look.", KNOWN_CALLS[:count])
+        read = spoken.read(text, [CANARY_TOOL])
+        said = "I shall look." if "I shall look." in text else ""  # where a turn has calls, Llama 3 says nothing beside them
+        if (read.calls, read.faults, read.content) != (KNOWN_CALLS[:count], (), said):
+            return f"{text!r} is read as {read}: calls that were made are lost, or others are made"
+    for text, calls, faults in KNOWN_TURNS[spoken.name]:
+        read = spoken.read(text, [])
+        if (len(read.calls), len(read.faults)) != (calls, faults):
+            return f"{text!r} is read as {len(read.calls)} calls and {len(read.faults)} faults; due are {calls} and {faults}"
+    return None
 
 
 def check_inserted_tokens(model: Transformer, objective: Objective, batch: Batch, sampled_BT: torch.Tensor) -> Verdict:

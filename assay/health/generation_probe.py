@@ -228,7 +228,7 @@ class ModelGenerator:
         tokenizer, limit = self.loaded.tokenizer, self.loaded.model.config.max_length
         pairs = [(self._ids_of(prompt), tuple(tokenizer.encode(one.text)))
                  for prompt, one in zip(prompts, said, strict=True)]
-        fitting = [(asked, text[: limit - len(asked)]) for asked, text in pairs]
+        fitting = [(asked, text[: max(0, limit - len(asked))]) for asked, text in pairs]
         spoken = [i for i, (_, text) in enumerate(fitting) if text]
         values = [0.0] * len(said)
         for i, found in zip(spoken, completion_logprobs(self.loaded.model, [fitting[i] for i in spoken], PLAIN_SAMPLING), strict=True):

@@ -25,18 +25,24 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def trainer_state(run: Path) -> dict[str, Any]:
-    """A run as transformers' TrainerState has it: `log_history` with steps from 1."""
+    """A run as transformers' TrainerState has it: `log_history` with steps from 1. The best is the best of the checkpoints that are there;
+    where none is, the best evaluation."""
     rows = _steps_of(run)
     history = [{**numbers(row), "step": row["step"] + 1} for row in rows]
     losses = [row for row in history if "eval_loss" in row]
-    best = min(losses, key=lambda row: row["eval_loss"]) if losses else None
+    saved = [row for row in losses if _checkpoint(run, row["step"]).is_dir()]
+    best = min(saved or losses, key=lambda row: row["eval_loss"]) if losses else None
     last = max((row["step"] for row in history), default=0)
     return {"best_metric": None if best is None else best["eval_loss"], "best_global_step": None if best is None else best["step"],
-            "best_model_checkpoint": None if best is None else str(run / "checkpoints" / f"step-{best['step']:06d}"),
+            "best_model_checkpoint": str(_checkpoint(run, best["step"])) if best is not None and saved else None,
             "epoch": next((row["epoch"] for row in reversed(history) if "epoch" in row), 0), "global_step": last, "max_steps": last,
             "is_hyper_param_search": False, "is_local_process_zero": True, "is_world_process_zero": True, "log_history": history,
             "logging_steps": 1, "eval_steps": None, "save_steps": None, "num_train_epochs": 1, "num_input_tokens_seen": 0,
             "total_flos": 0, "train_batch_size": None, "trial_name": None, "trial_params": None, "stateful_callbacks": {}}
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
 
 
 def write_trainer_state(run: Path, where: Path) -> Path:

@@ -158,6 +158,9 @@ def scaled_context(config: ModelConfig, scaling: str) -> ModelConfig:
         raise UsageError(f"--rope-scaling {scaling}: the model's positions are of kind {rope.kind!r} already, or take no other; "
                          "change its config.json on purpose")
     times, original = float(factor), config.max_length
+    if original * times > _LARGEST:
+        raise UsageError(f"--rope-scaling {scaling}: {original:,} tokens times {times:g} is more than the {_LARGEST:,} that a config may "
+                         "name; give a smaller factor")
     longer = Rope(rope.base, "linear", times) if kind == "linear" else Rope(
         rope.base, "yarn", times, original_length=original, beta_fast=32.0, beta_slow=1.0, attention_factor=_attention_growth(times),
         truncate=True)

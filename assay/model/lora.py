@@ -192,6 +192,11 @@ def plan(config: ModelConfig, targets: tuple[str, ...] | None = None) -> list[Lo
     if idle and targets:
         known = sorted({name.rpartition(".")[2] for name in every})
         raise UsageError(f"LoRA target(s) {', '.join(idle)} match no layer of this {config.family}; expected among: {', '.join(known)}")
+    halves = {name.rpartition(".")[2] for name in (site.foreign for site in chosen if experts_in(config, site.parameter) > 1)
+              } & {"gate_proj", "up_proj"}
+    if len(halves) == 1:
+        raise UsageError(f"LoRA target {halves.pop()} of a {config.family}'s experts without its other half: PEFT holds gate_proj and "
+                         "up_proj as one matrix there, and loads no adapter of one alone; name both")
     return chosen
 
 

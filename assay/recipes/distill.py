@@ -29,7 +29,7 @@ from assay.recipes.evaluator import EarlyStopping, HeldOutEvaluator, interval_co
 from assay.recipes.grpo_preflight import rollout_floor
 from assay.recipes.hand_over import hand_over, void_if_refuted, write_down
 from assay.recipes.memory_plan import record_use
-from assay.recipes.on_policy import OnPolicy, measured_words
+from assay.recipes.on_policy import OnPolicy, longest_own_words, measured_words
 from assay.recipes.options import Distill
 from assay.recipes.processes import follow, join_processes
 from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
@@ -128,10 +128,10 @@ def distill(config: Distill, say: Callable[[str], None] = print_line) -> RunOutc
                 run.judge(Event.TEACHER_UNMOVED, frozen)
             trainer.end_loop()
             record_use(run, start.memory, device)
-            if run.interrupted is not None and trainer.saved != trainer.done:
-                save(evaluated=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.latest_step != trainer.done:
+            if run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluated=True)
+            elif trainer.saved != trainer.done:
+                save(evaluated=False)  # where a signal came, the uninterrupted run would not have been evaluated here
             trainer.finish(data.times_read(run, trainer.done), data.rows, evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
@@ -230,7 +230,7 @@ def load_lessons(config: Distill, start: StartingModel, device: str, say: Callab
 
 
 def load_teacher(config: Distill, start: StartingModel, data: Conversations, device: str, say: Callable[[str], None]) -> Teacher:
-    student = Student(start.parent.config.vocab, start.tokenizer)
+    student = Student(start.parent.config.vocab, start.tokenizer, longest_read(config, start, data))
     teacher: Teacher
     if config.how == "online":
         teacher = load_online(config, student, device)
@@ -241,6 +241,12 @@ def load_teacher(config: Distill, start: StartingModel, data: Conversations, dev
         raise UsageError(f"student and teacher are the same weights ({teacher.digest[:12]}): there is nothing to learn, and every "
                          "gradient would be 0. Name another student, or let the text teach too with --ce-weight")
     return teacher
+
+
+def longest_read(config: Distill, start: StartingModel, data: Conversations) -> int:
+    """Tokens of the longest text that the teacher reads: of the data or, where the student speaks itself, as many as it may say."""
+    given = max((len(example.tokens) for example in (*data.train, *data.held_out)), default=0)
+    return max(given, longest_own_words(config, start.model.config)) if config.on_policy else given
 
 
 class Lessons:

@@ -192,12 +192,15 @@ class EnvironmentTasks:
 
 
 def check_history(writer: ChatWriter) -> Verdict:
-    """A conversation of two turns goes on as the chat template writes it, and what the policy said in the first stands in it."""
+    """A conversation of two turns goes on as the chat template writes it, and what the policy said in the first stands in it: plain words,
+    in which no tool is called, not even wrongly."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     answer: list[dict[str, Any]] = [{"role": "user", "content": "!"}]
     ids = tuple(writer.tokenizer.encode(SAID_BEFORE))
     said = Completion(ids, (0.0,) * len(ids), "length", "", SAID_BEFORE)
     message = writer.turn(said, "canary")
+    if message.get("tool_calls") or message.get("faults"):
+        return refuted("history", f"a turn that says {SAID_BEFORE!r} is read as {str(message)[:200]}: plain words are taken for tool calls")
     transcript = Transcript(writer.first([asked])[0][0], asked)
     begun = writer.tokenizer.decode(transcript.prompt)
     transcript.say(said, message)

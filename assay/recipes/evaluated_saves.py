@@ -49,7 +49,7 @@ class EvaluatedSaves:
         trainer, data = self.trainer, self.data
         if self.run.interrupted is None and self.evaluator.latest_step != trainer.done:
             self.save_evaluated()
-        elif self.run.interrupted is not None and trainer.saved != trainer.done:
+        elif trainer.saved != trainer.done:
             self.save_unevaluated()
         trainer.finish(data.times_read(self.run, trainer.done), data.rows, self.evaluator.best_checkpoint())
 

@@ -126,7 +126,12 @@ class HeldOutEvaluator:
             self.run.log(Event.WARNING, step=step, reason=sentence)
 
     def best_step(self) -> int:
-        return self.history.steps[choose_best(self.history.scores).best]
+        """The step that scored best of those whose weights are kept, in a checkpoint or in memory until they are."""
+        kept = self._kept()
+        return kept[choose_best([self.history.score_at(step) for step in kept]).best]
+
+    def _kept(self) -> list[int]:
+        return [step for step in self.history.steps if step not in self.run.unsaved]
 
     @property
     def latest_step(self) -> int | None:
@@ -136,10 +141,19 @@ class HeldOutEvaluator:
         return self.history.at(self.best_step())
 
     def best_checkpoint(self) -> Path | None:
-        return step_folder(self.run.checkpoints, self.best_step()) if self.history.steps else None
+        return step_folder(self.run.checkpoints, self.best_step()) if self._kept() else None
 
     def best_in_words(self) -> str:
-        return choose_best(self.history.scores).reason if len(self.history.scores) > 1 else "there was one evaluation"
+        scores = self.history.scores
+        if len(scores) < 2:
+            return "there was one evaluation"
+        found = choose_best(scores)
+        lost = self.history.steps[found.best]
+        if lost not in self.run.unsaved:
+            return found.reason
+        best = self.best_step()
+        return (f"the best evaluation (step {lost}, {scores[found.best].mean():.4g}) was not saved: {self.run.unsaved[lost]}; the best of "
+                f"what was saved is step {best} ({self.history.score_at(best).mean():.4g})")
 
     def _say_gap(self, step: int) -> None:
         """Report the generalisation gap. New text cannot be memorised: a gap can open only once the corpus is read again."""

@@ -125,7 +125,7 @@ def check_chosen(run: Run, evaluator: HeldOutEvaluator) -> list[Verdict]:
     """Check the choice of the best checkpoint against the scores in metrics.jsonl."""
     printed = {row["step"] + 1: row["eval_loss"] for row in read_json_lines(run.metrics_file) if isinstance(row.get("eval_loss"), float)}
     known = {step: loss for step, loss in printed.items() if step in evaluator.history.steps and math.isfinite(loss)}
-    return [check_best(evaluator.best_step(), known)] if known else []
+    return [check_best(evaluator.best_step(), known, run.unsaved)] if known else []
 
 
 def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:

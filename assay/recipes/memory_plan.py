@@ -7,14 +7,14 @@ where there is room. What torch and CUDA take for themselves is not in it.
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from assay.errors import UsageError
+from assay.errors import ArtifactError, UsageError
 from assay.guard.loss_preflight import LARGE, TOKENS_TOGETHER_FP32
 from assay.kernels.softcap_ce import CHUNK_BYTES
 from assay.model.families import config_from_hf, parameter_shapes
@@ -28,8 +28,11 @@ from assay.recipes.options import Distill, Pretrain, Trained, Tuned
 from assay.recipes.run import Run
 from assay.store import model_cache
 from assay.store.artifact import ArtifactPlace, locate_artifact
+from assay.store.checkpoint import open_checkpoint
+from assay.store.compressed_tensors import is_compressed, plain_fields, plain_names
+from assay.store.gguf import gguf_config
 from assay.store.ledger import Event
-from assay.store.safetensors_files import SAFETENSORS_DTYPES, folder_shards, inside, read_safetensors_header
+from assay.store.safetensors_files import SAFETENSORS_DTYPES, read_folder_headers
 from assay.strict_json import read_json
 
 GIB = 2**30
@@ -37,6 +40,7 @@ NEAR = 0.10  # predicted and used agree to this share
 CERTAIN = 0.85  # of what is predicted: what no run was seen to do with less of, so that nothing sound is refused
 KEPT_CHECKPOINTS = 4  # the newest two, the best, and one that is being written
 MASTER = 4  # bytes of an fp32 number
+MERGED_UNASKED = 4 * 10**9  # bytes of a base
 _PROMPT = 512  # tokens of the longest prompt, where --max-prompt-length does not say it
 
 
@@ -47,6 +51,9 @@ class PlannedModel:
     config: ModelConfig
     stored: int  # bytes of the weights in their file
     rank: int = 0
+    adapted: int = 0  # parameters of that adapter
+    rslora: bool = False
+    held: str | None = None  # the dtype in which that adapter's base was held when it was trained
 
     @property
     def parameters(self) -> int:
@@ -73,6 +80,8 @@ class PlannedWork:
     streamed: bool = False  # and open it in parts: nobody holds it whole before step 1 either
     base_dtype: str | None = None  # that a frozen base is held in; None: its file's
     masters: int = 4  # bytes of a trained number, and of its gradient
+    merged: bool = True  # whether a whole model is handed over, or an adapter alone
+    makes_base: bool = False  # RUN/base is written first
 
     @property
     def tokens(self) -> int:
@@ -127,7 +136,7 @@ class MemoryPlan:
 
 def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     config, adapter = model.config, bool(work.lora_r or model.rank)
-    trained = adapter_parameters(config, work.lora_r or model.rank, work.lora_targets) if adapter else model.parameters
+    trained = model.adapted or (adapter_parameters(config, work.lora_r or model.rank, work.lora_targets) if adapter else model.parameters)
     wide = work.compute == MASTER  # fp32 compute widens what is frozen
     frozen = base_bytes(model, work.base_dtype, wide=wide) if adapter else 0
     stays = {"weights": frozen, "masters": work.masters * trained, "gradients": work.masters * trained,
@@ -150,8 +159,13 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     if work.processes > 1 and work.streamed:
         passing = preflight_bytes(config, work, 0, whole=not adapter) + streamed_bytes(config, trained, work.processes, adapter=adapter)
         stays["preflight"] = max(0, passing - activations - logits)
-    handed_over = MASTER * model.parameters + (MASTER * trained if adapter else 0)
-    return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over)
+    handed_over = MASTER * model.parameters * work.merged + (MASTER * trained if adapter else 0)
+    return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over + made_base_bytes(model, work))
+
+
+def made_base_bytes(model: PlannedModel, work: PlannedWork) -> int:
+    """Of RUN/base, which is as what it is made of."""
+    return model.stored * work.makes_base
 
 
 def in_parts(whole: dict[str, int], processes: int) -> dict[str, int]:
@@ -237,22 +251,37 @@ def planned_model(name: str | Path) -> PlannedModel:
     if path.is_dir() and (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
         fields = read_json(path / "config.json")
         config = config_from_hf(fields, (), str(path / "config.json"))
-        dtype = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype") or "float32"))
+        named = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+        dtype = {str(known).removeprefix("torch."): known for known in SAFETENSORS_DTYPES.values()}.get(named)
+        if dtype is None:
+            raise UsageError(f"{path / 'config.json'}: dtype is {named!r}; expected float32, bfloat16 or float16")
         return PlannedModel(config, dtype.itemsize * PlannedModel(config, 0).parameters)
     place = locate_artifact(path)
     if place.adapter:
         fields, base = read_json(place.path / "adapter_config.json"), _base_of(place)
         if base is None:
             raise UsageError(f"{place.path}: an adapter is planned with its base, and {fields.get('base_model_name_or_path')} is not here")
-        return replace(planned_model(base), rank=int(fields["r"]))
+        entries = read_folder_headers(place.path, "adapter_model")
+        recorded = open_checkpoint(place.path, verify=False).facts.get("base") or {} if place.kind == "checkpoint" else {}
+        return replace(planned_model(base), rank=adapter_rank(fields, place.path), rslora=bool(fields.get("use_rslora")),
+                       held=recorded.get("held"), adapted=sum(math.prod(entry.shape) for entry in entries.values()))
+    if place.kind == "gguf":  # made numbers of fp32 when it is opened
+        config = gguf_config(place.path)
+        return PlannedModel(config, MASTER * PlannedModel(config, 0).parameters)
     if place.format.read is not None:
         raise UsageError(f"{place.path}: a plan is made from a folder; a {place.kind} file says its sizes only when it is opened. "
                          "Write it as a folder with assay export --to hf")
-    entries = {tensor: entry for shard in folder_shards(place.path) for tensor, entry in
-               read_safetensors_header(inside(place.path, shard)).items()}
-    config = config_from_hf(read_json(place.path / "config.json"), entries.keys(), str(place.path / "config.json"))
+    entries, fields = read_folder_headers(place.path), read_json(place.path / "config.json")
+    config = config_from_hf(plain_fields(fields), plain_names(entries), str(place.path / "config.json"))
     stored = sum(SAFETENSORS_DTYPES[entry.dtype].itemsize * math.prod(entry.shape) for entry in entries.values())
-    return PlannedModel(config, stored)
+    return PlannedModel(config, MASTER * PlannedModel(config, 0).parameters if is_compressed(fields) else stored)
+
+
+def adapter_rank(fields: Mapping[str, Any], where: Path) -> int:
+    rank = fields.get("r")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ArtifactError(f"{where / 'adapter_config.json'}: r is {rank!r}; expected the rank of a LoRA adapter")
+    return rank
 
 
 def _base_of(place: ArtifactPlace) -> Path | None:
@@ -264,7 +293,8 @@ def _base_of(place: ArtifactPlace) -> Path | None:
 def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> PlannedWork:
     compute = compute_bytes(config, device)
     common = PlannedWork(1, 1, config.lora_r, config.lora_target_modules, config.gradient_checkpointing, compute,
-                         moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype,
+                         moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype or model.held,
+                         merged=not (config.lora_r or model.rank) or merges(config, model.stored), makes_base=makes_base(config),
                          processes=parting_processes(config), streamed=may_open_in_parts(config),
                          masters=asked_masters(config).itemsize)
     if isinstance(config, Grpo):
@@ -279,6 +309,18 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
     teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
     live = isinstance(config, AgainstReference) and config.reference == "live"
     return replace(common, rows=rows, length=config.row_length, teacher=teacher, reference=live)
+
+
+def makes_base(config: Trained) -> bool:
+    """RUN/base: what is trained, or adapted, is another folder than the one that was named."""
+    gguf = str(config.from_ or config.model).endswith(".gguf")
+    return bool(config.new_tokens) or config.rope_scaling is not None or (bool(config.lora_r) and gguf)
+
+
+def merges(config: Trained, stored: int) -> bool:
+    """Whether an adapter is handed over merged too, on a base of so many bytes: of a large one that takes minutes and twice its bytes,
+    and PEFT, vLLM and `assay serve` take RUN/adapter as it is."""
+    return stored <= MERGED_UNASKED if config.merge is None else config.merge == "always"
 
 
 def plan_tuning(config: Tuned | Grpo, device: str) -> MemoryPlan:

@@ -14,11 +14,13 @@ from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut, score_examples
 from assay.guard.merge_checks import (
     check_ancestry,
+    check_dropped_layers,
     check_effect,
     check_kept_layers,
     check_merged_bytes,
     check_relatives,
     check_same_shape,
+    influence_by_text,
 )
 from assay.guard.proof import prove_checkpoint
 from assay.guard.proof_subject import ProofSampling
@@ -36,6 +38,7 @@ from assay.store.saving import Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, unproven
 
 ROWS = 8  # conversations at a time, where an effect is measured
+INFLUENCE_BATCHES = 4  # of so many conversations, on which it is seen which layers do least
 
 
 def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOutcome:
@@ -77,7 +80,9 @@ def prune(config: PruneLayers, say: Callable[[str], None] = print_line) -> RunOu
     geometry, tensors = with_layers(source.config, whole_tensors(source), kept)
     made = {"made_of": {"weights": source.digest, "path": str(source.path.resolve()), "layers": kept}}
     verdicts = write_made(Path(config.out), source, assemble_model(geometry, tensors, torch.float32), made)
-    verdicts.append(check_kept_layers(open_artifact(config.out).tensors, whole_tensors(source), kept))
+    influence = influence_by_text(build_model(source, None).eval(), (batches or [])[:INFLUENCE_BATCHES]) if config.layers else None
+    verdicts += [check_kept_layers(open_artifact(config.out).tensors, whole_tensors(source), kept),
+                 check_dropped_layers(kept, source.config.depth, config.drop, config.layers, influence)]
     say(f"{config.out}: {source.path} without layers {', '.join(map(str, dropped))}")
     return made_outcome(config, [*verdicts, *measured_effect(config, batches, {str(source.path): source}, say, bound=False)])
 
@@ -190,7 +195,7 @@ def layer_influence(model: Transformer, batches: Sequence[Batch]) -> list[float]
 
     hooks = [block.register_forward_hook(watch(layer)) for layer, block in enumerate(model.blocks)]
     try:
-        for batch in batches[:4]:
+        for batch in batches[:INFLUENCE_BATCHES]:
             model.hidden(batch.tokens, documents=batch.documents, positions=batch.positions)
             real = batch.documents >= 0 if batch.documents is not None else torch.ones_like(batch.weight, dtype=torch.bool)
             sums += torch.stack([seen[layer][real].double().sum() for layer in range(model.config.depth)])

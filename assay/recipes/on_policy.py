@@ -22,6 +22,7 @@ from assay.generate.sampler_weights import fingerprint
 from assay.guard.policy_identity import check_version, version_name
 from assay.guard.training_guards import stop_if_refuted
 from assay.learn.sharded import ShardedModel
+from assay.model.transformer import ModelConfig
 from assay.recipes.options import Distill
 from assay.recipes.processes import check_gathered
 from assay.recipes.prompts import Prompt
@@ -35,11 +36,17 @@ _SEEDS = 2**63  # how many there are
 DRAWN_FROM = 1.0  # temperature of the student's sampling, where none is given: its own distribution
 
 
+def longest_own_words(config: Distill, student: ModelConfig) -> int:
+    """Tokens of a prompt with what the student says to it: a row's, as far as its context reaches."""
+    return min(config.max_length, student.max_length)
+
+
 class OnPolicy:
     """The student's own completions in the place of the data's. `learned` says how many stood in each such step."""
 
     def __init__(self, config: Distill, start: StartingModel, examples: Sequence[TrainingExample]):
         self.share, self.seed, self.length = config.on_policy, config.seed, config.max_length
+        self.longest = longest_own_words(config, start.model.config)
         self.temperature = DRAWN_FROM if config.sample_temperature is None else config.sample_temperature
         if self.temperature <= 0:
             raise UsageError(f"--on-policy with --sample-temperature {self.temperature:g}: its completions are drawn from its own "
@@ -98,9 +105,9 @@ class OnPolicy:
         return [(prompt, said[prompt.id]) for prompt in prompts]
 
     def room(self, prompt: Prompt) -> int:
-        """Tokens that may be drawn: all that are asked for, or what is left of a row, in steps of a sixteenth of it."""
-        left = self.length - len(prompt.ids)
-        coarse = max(1, self.length // 16)
+        """Tokens that may be drawn: all that are asked for, or what is left of a row or of the context, in steps of a sixteenth of it."""
+        left = self.longest - len(prompt.ids)
+        coarse = max(1, self.longest // 16)
         return self.max_new if left >= self.max_new else max(1, left // coarse * coarse)
 
 

@@ -212,10 +212,10 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
                         save(evaluate=False)
             trainer.end_loop()
             record_use(run, memory, plan.device)
-            if run.interrupted is not None and trainer.saved != trainer.done:
-                save(evaluate=False)  # the uninterrupted run would not have been evaluated here
-            elif run.interrupted is None and evaluator.latest_step != trainer.done:
+            if run.interrupted is None and evaluator.latest_step != trainer.done:
                 save(evaluate=True)
+            elif trainer.saved != trainer.done:
+                save(evaluate=False)  # where a signal came, the uninterrupted run would not have been evaluated here
             trainer.finish(data.times_read(run, trainer.done), data.order.windows, evaluator.best_checkpoint())
         if run.interrupted is not None:
             return RunOutcome(run.folder, interrupted=run.interrupted)
@@ -283,6 +283,15 @@ def whole_model(config: Pretrain, plan: _Plan, model: Transformer, tokenizer: To
 
 def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
     """The plan that options and corpus give."""
+    refuse_unclear_pretrain(config)
+    rows = config.batch_tokens // config.max_length
+    steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
+    micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
+    chosen = chosen_shape(config, Tokenizer.from_folder(corpus.folder))
+    return _Plan(chosen.model, rows, micro, steps, config.matrices().learning_rate, device, chosen.spread, shards_parameters(config))
+
+
+def refuse_unclear_pretrain(config: Pretrain) -> None:
     if (config.minutes is None) == (config.tokens is None):
         raise UsageError("give one budget: --minutes or --tokens")
     if config.max_bytes is None and (config.count_code or config.artifact_seconds is not None):
@@ -290,11 +299,6 @@ def derived(config: Pretrain, corpus: Corpus, device: str) -> _Plan:
     if config.depth < 1 or config.max_length < 8 or config.batch_tokens < config.max_length:
         raise UsageError(f"depth {config.depth}, length {config.max_length}, batch_tokens {config.batch_tokens}: expected a depth of "
                          "at least 1, a length of at least 8 and a batch of at least one row")
-    rows = config.batch_tokens // config.max_length
-    steps = None if config.tokens is None else max(1, math.ceil(config.tokens / (rows * config.max_length)))
-    micro = max(1, min(rows, config.micro_batch_tokens // config.max_length))
-    chosen = chosen_shape(config, Tokenizer.from_folder(corpus.folder))
-    return _Plan(chosen.model, rows, micro, steps, config.matrices().learning_rate, device, chosen.spread, shards_parameters(config))
 
 
 def chosen_shape(config: Pretrain, tokenizer: Tokenizer) -> GivenShape:

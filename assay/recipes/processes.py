@@ -39,10 +39,7 @@ SECONDS_TO_END = 30.0  # seconds that the others have to end once process 0 has
 
 def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tuple[World, Callable[[str], None]]:
     """Join this run's processes; returns them, and the function that prints: in the first process alone."""
-    if config.fsdp and config.shards > 1:
-        raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
-    if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
-        raise UsageError("--fsdp shards tensors of numbers, not of codes: leave --optim adamw_8bit and --base-dtype out")
+    refuse_unclear_parts(config)
     world = join_world(config.device, config.process_timeout)
     if world.size > config.shards and not config.fsdp:
         raise UsageError(f"{world.size} processes and --shards {config.shards}: a step is cut into shards, and every process takes at "
@@ -52,6 +49,13 @@ def join_processes(config: Trained | Pretrain, say: Callable[[str], None]) -> tu
         say(f"{world.size} processes hold the model in parts (FSDP)" if config.fsdp else
             f"{world.size} processes compute {config.shards} shards of every step")
     return world, say if world.rank == 0 else _silent
+
+
+def refuse_unclear_parts(config: Trained | Pretrain) -> None:
+    if config.fsdp and config.shards > 1:
+        raise UsageError(f"--fsdp and --shards {config.shards}: with FSDP the processes are the shards; give one of them")
+    if config.fsdp and isinstance(config, Trained) and (config.optim == "adamw_8bit" or config.base_dtype is not None):
+        raise UsageError("--fsdp shards tensors of numbers, not of codes: leave --optim adamw_8bit and --base-dtype out")
 
 
 def _silent(_: str) -> None:

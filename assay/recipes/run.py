@@ -101,21 +101,33 @@ class TimeSpent:
 
 
 class SaveCost:
-    """How long the loop of one session stood still for its checkpoints. What a proof takes beside the loop is not in it."""
+    """How long the loop of one session stood still for its checkpoints, and for copies of the best weights in memory. What a proof takes
+    beside the loop is not in it."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        self.seconds, self.times, self.latest, self._began = 0.0, 0, 0.0, time.monotonic()
+        self.seconds, self.times, self.copies, self.latest, self._began = 0.0, 0, 0, 0.0, time.monotonic()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
+        with self._standing():
+            yield
+        self.times += 1
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        with self._standing():
+            yield
+        self.copies += 1
+
+    @contextlib.contextmanager
+    def _standing(self) -> Iterator[None]:
         began = time.monotonic()
         yield
         self.latest = time.monotonic() - began
         self.seconds += self.latest
-        self.times += 1
 
     @property
     def loop(self) -> float:
@@ -150,6 +162,7 @@ class Run:
         self._told = 0.0  # when progress was told last
         self._paced: tuple[int, float] | None = None  # the first step of this session that was told, and when
         self.needed: set[str] = set()  # digests that retention may not delete
+        self.unsaved: dict[int, str] = {}  # steps that scored better than all that was kept and were not kept, and why
         self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
@@ -158,6 +171,7 @@ class Run:
         self._replaying: set[Path] = set()  # kept steps that a proof of this session replays
         self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
         self.close_records: Callable[[], None] = lambda: None  # and ends their thread
+        self.save_waiting: Callable[[], None] = lambda: None  # saves the best weights, where they wait in memory
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
         self._told_time = False
@@ -209,6 +223,7 @@ class Run:
     def rewind(self, step: int) -> None:
         """Metrics of steps that were taken after the checkpoint are about to be taken again."""
         self.going_on_from = step
+        self.unsaved = {each: why for each, why in unsaved_on_record(read_chain(self.ledger.path).events).items() if each <= step}
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
     @property
@@ -295,6 +310,18 @@ class Run:
         self._saver.save(where, contents, after=after, headroom=self.headroom)
         return where
 
+    def copy(self, contents: Contents) -> Callable[[], Contents]:
+        """A copy in memory, which `save` takes later."""
+        self.check()
+        return self._saver.copy(contents, headroom=self.headroom)
+
+    def pass_over(self, step: int, why: str) -> None:
+        """The evaluation of this step is better than all that are kept, and its weights are not kept: say so, and write it down."""
+        self.unsaved[step] = why
+        sentence = f"step {step} scored better than all that is saved, and was not saved: {why}"
+        self.say(sentence)
+        self.log(Event.UNSAVED, step=step, why=why, reason=sentence)
+
     @property
     def busy_beside(self) -> bool:
         """Whether a checkpoint is being written or proven, or waits for its proof, while the loop goes on."""
@@ -318,13 +345,14 @@ class Run:
             self._judge_proofs(self._prover.finished())
             time.sleep(0.05)
 
-    def end_loop(self, steps: int) -> None:
-        """Record what saving cost, after this many steps since the start or resume; proofs may use more of the machine from here on."""
+    def end_loop(self, steps: int, slowed: float) -> None:
+        """Record what saving cost, after this many steps since the start or resume, which took so many seconds longer beside it; proofs
+        may use more of the machine from here on."""
         self._looping = False
         self._prover.wait_no_longer()
         self.spent.phase("proving")
         cost = self.save_cost
-        self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, loop=cost.loop)
+        self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, copies=cost.copies, slowed=slowed, loop=cost.loop)
         if (advice := cost.advice(steps)) is not None:
             self.say(advice)
 
@@ -439,7 +467,7 @@ class Run:
                     self.remote.close()
 
     def _stopped(self, error: AssayError) -> None:
-        for wait in (self._saver.close, self._tidied, self._write_down_saved, self._write_down_retired,
+        for wait in (self.save_waiting, self._saver.close, self._tidied, self._write_down_saved, self._write_down_retired,
                      lambda: self._judge_proofs(self._prover.close())):
             self._also(wait)
         while self._prover.busy:  # those behind one that was refuted
@@ -480,6 +508,18 @@ class Run:
 
         with signals_handled(note):
             yield
+
+
+def unsaved_on_record(events: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """Steps that a ledger says were not saved though they scored better than what was, and why; one that was taken again and saved is
+    none."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event["kind"] == Event.UNSAVED:
+            found[event["step"]] = event["why"]
+        elif event["kind"] == Event.SAVE:
+            found.pop(event["step"], None)
+    return found
 
 
 @contextlib.contextmanager

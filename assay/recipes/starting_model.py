@@ -32,7 +32,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
 from assay.model.world import World
 from assay.recipes.compute_dtype import asked_compute, asked_masters, refuse_bf16_masters, refuse_fp16
-from assay.recipes.memory_plan import MemoryPlan, may_open_in_parts, refuse_unfit, sampled_whole
+from assay.recipes.memory_plan import MemoryPlan, makes_base, may_open_in_parts, merges, refuse_unfit, sampled_whole
 from assay.recipes.options import Trained
 from assay.recipes.processes import holds_outline, shards_parameters
 from assay.store import checkpoint
@@ -45,8 +45,6 @@ from assay.store.remote import local_path
 from assay.store.saving import Ancestor, Lineage, adapter_contents, model_contents
 from assay.strict_json import parse_json, read_json
 from assay.verdict import Outcome, overall, without_optional
-
-MERGED_UNASKED = 4 * 10**9  # bytes of a base
 
 # ---------------------------------------------------------------- trained weights
 
@@ -159,10 +157,8 @@ def beside_held(model: Transformer, base: Ancestor) -> Destination | None:
 
 
 def writes_merged(config: Trained, base: str | Path) -> bool:
-    """Whether an adapter is handed over merged too: of a large base that takes minutes and twice its bytes, and PEFT, vLLM and
-    `assay serve` take RUN/adapter as it is."""
-    stored = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
-    return stored <= MERGED_UNASKED if config.merge is None else config.merge == "always"
+    """Whether an adapter is handed over merged into its base too."""
+    return merges(config, sum(file.stat().st_size for file in Path(base).glob("*.safetensors")))
 
 # ---------------------------------------------------------------- the starting model
 
@@ -200,7 +196,10 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
     in_parts = opens_in_parts(config)
     if shards_parameters(config):
         say(_opening_in_words(config, in_parts=in_parts))
-    parent = prepared(config, given(config, _destination(config, device)), say, device, world)
+    source = given(config, _destination(config, device))
+    for note in source.notes:
+        say(f"{source.path}: {note}; what this run writes names {_stops_in_words(source)}")
+    parent = prepared(config, source, say, device, world)
     tokenizer = parent.tokenizer
     if tokenizer is None:
         raise UsageError(f"{parent.path} has no tokenizer, so no conversation can be written for it; add tokenizer.json")
@@ -223,17 +222,16 @@ def load_start(config: Trained, device: str, say: Callable[[str], None], world: 
     return StartingModel(parent, weights.model, weights, tokenizer, carried, steps, device, memory)
 
 
+def _stops_in_words(source: Artifact) -> str:
+    ids = source.stops.stop_ids
+    return f"the stop ids {', '.join(map(str, ids))}" if ids else "no stop id"
+
+
 def opens_in_parts(config: Trained) -> bool:
     """Whether no process needs to hold the whole model: with --fsdp, several processes, and a folder whose tensors can be read one at a
     time.
     """
-    return shards_parameters(config) and may_open_in_parts(config) and (_makes_base(config) or _read_whole(config) is None)
-
-
-def _makes_base(config: Trained) -> bool:
-    """RUN/base: what is trained, or adapted, is another folder than the one that was named."""
-    gguf = str(config.from_ or config.model).endswith(".gguf")
-    return bool(config.new_tokens) or config.rope_scaling is not None or (bool(config.lora_r) and gguf)
+    return shards_parameters(config) and may_open_in_parts(config) and (makes_base(config) or _read_whole(config) is None)
 
 
 def _read_whole(config: Trained) -> str | None:
@@ -246,7 +244,7 @@ def _read_whole(config: Trained) -> str | None:
 
 
 def _opening_in_words(config: Trained, *, in_parts: bool) -> str:
-    if in_parts and _makes_base(config):
+    if in_parts and makes_base(config):
         return "RUN/base is written by process 0, and opened in parts from there: nobody holds the model whole after that"
     if in_parts:
         return "opened in parts: process 0 reads a tensor at a time, and nobody holds the model whole"
@@ -278,8 +276,8 @@ def under_foreign_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> Mapp
 def _destination(config: Trained, device: str) -> Destination | None:
     """A model goes to a GPU as it is opened, tensor by tensor, in its file's dtype: it is joined, and where it is trained widened, there.
     What has to be changed first is opened where it lies; what is sent to all in parts has no memory here."""
-    changed = bool(config.new_tokens) or str(config.from_ or config.model).endswith(".gguf")
-    if holds_outline(config) or (opens_in_parts(config) and not _makes_base(config)):
+    changed = bool(config.new_tokens) or config.rope_scaling is not None or str(config.from_ or config.model).endswith(".gguf")
+    if holds_outline(config) or (opens_in_parts(config) and not makes_base(config)):
         return Destination("meta")
     if changed:
         return None
@@ -344,17 +342,21 @@ def reopen_beside(start: StartingModel) -> Callable[[], Artifact]:
     return reopened.result
 
 
-def given(config: Trained, to: Destination | None = None) -> Artifact:
-    """The model that was named. A fork's parent must be proven: what is wrong with it would be wrong with everything after it."""
+def refuse_unclear_start(config: Trained) -> None:
     if (config.model is None) == (config.from_ is None):
         raise UsageError("name what to train: --model for a model, or --from for a checkpoint of a run")
+    if config.from_ is None and config.optimizer_state is not None:
+        raise UsageError("--optimizer-state says what a fork does with its parent's moments; it needs --from")
+    if config.from_ is not None and config.optimizer_state is None:
+        raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
+
+
+def given(config: Trained, to: Destination | None = None) -> Artifact:
+    """The model that was named. A fork's parent must be proven: what is wrong with it would be wrong with everything after it."""
+    refuse_unclear_start(config)
     if config.from_ is None:
-        if config.optimizer_state is not None:
-            raise UsageError("--optimizer-state says what a fork does with its parent's moments; it needs --from")
         assert config.model is not None
         return refuse_quarantined(open_artifact(config.model, to=to, held=_held_dtype(config)))
-    if config.optimizer_state is None:
-        raise UsageError("--from: say what becomes of the parent's moments: --optimizer-state fresh or carried")
     if open_checkpoint(local_path(config.from_)).hallmark is None:
         raise UsageError(f"{config.from_} carries no hallmark: nothing has proven it; run assay prove {config.from_}, then fork")
     return open_artifact(config.from_, to=to, held=_held_dtype(config))
@@ -397,7 +399,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
     to = straight_to(device) if config.base_dtype is None else Destination(device)
     if holds_outline(config) or opens_in_parts(config):
         return open_artifact(base, to=Destination("meta"))
-    return open_artifact(base, to=to if config.lora_r else None, held=config.base_dtype)
+    return open_artifact(base, to=to, held=config.base_dtype)
 
 
 def require_rows(config: Trained) -> None:
@@ -430,15 +432,16 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
 
 
 def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
-    tokenizer = source.tokenizer
+    """In the dtype of what was given: what is frozen is held as its file holds it."""
+    tokenizer, dtype = source.tokenizer, common_dtype(source.tensors)
     if config.rope_scaling is not None:
         source = replace(source, config=scaled_context(source.config, config.rope_scaling))
         say(f"--rope-scaling {config.rope_scaling}: a context of {source.config.max_length:,} tokens")
         if not config.new_tokens or tokenizer is None:
-            return model_contents(build_model(source), tokenizer, source.stops, Lineage("new"))
+            return model_contents(build_model(source), tokenizer, source.stops, Lineage("new"), dtype=dtype)
     if not config.new_tokens or tokenizer is None:
         lineage = Lineage("same", Ancestor(source.digest, str(source.path.resolve())))
-        return model_contents(build_model(source), tokenizer, source.stops, lineage)
+        return model_contents(build_model(source), tokenizer, source.stops, lineage, dtype=dtype)
     grown_tokenizer = with_new_tokens(tokenizer, config.new_tokens)
     grown = resize_embeddings(source.config, source.tensors, tokenizer, grown_tokenizer)
     say(f"new tokens {' '.join(config.new_tokens)}: rows {', '.join(map(str, grown.rows))} of {grown.config.vocab}, each the mean of "
@@ -446,13 +449,29 @@ def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> che
     model = assemble_model(grown.config, grown.tensors, torch.float32).eval()
     return model_contents(model, grown_tokenizer, resolve_special_tokens(grown_tokenizer, {},
                                                                          {"eos_token_id": list(source.stops.stop_ids)}),
-                          Lineage("new"))
+                          Lineage("new"), dtype=dtype)
+
+
+def common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The one dtype that all have, or fp32, which holds every one of several."""
+    found = {tensor.dtype for tensor in tensors.values()}
+    return found.pop() if len(found) == 1 else torch.float32
 
 
 def _narrowed(config: Trained, parent: Artifact) -> str | None:
     """The dtype to which masters round a parent that is wider, before the first step."""
     masters = str(asked_masters(config)).removeprefix("torch.")
     return masters if masters == "bfloat16" and majority_dtype(parent.tensors) != masters else None
+
+
+def refuse_lora_options(config: Trained, path: Path, rank: int | None, *, rslora: bool = False) -> None:
+    """`rank` is of the adapter that was named; None: a whole model was."""
+    if rank is not None and (config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha
+                             or config.use_rslora > rslora):
+        raise UsageError(f"{path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
+                         "for another adapter merge it first")
+    if rank is None and not config.lora_r and (config.lora_target_modules or config.lora_alpha or config.use_rslora):
+        raise UsageError("--lora-alpha, --lora-target-modules and --use-rslora are for adapters; give --lora-r too")
 
 
 def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> TrainedWeights:
@@ -470,15 +489,12 @@ def trainable(config: Trained, parent: Artifact, tokenizer: Tokenizer) -> Traine
             raise UsageError(f"{parent.path} is an adapter that changes whole tensors ({', '.join(sorted(parent.patch.replaced)[:3])}), "
                              "which cannot be trained on as one; export it --to merged, and train that")
         rank = next(iter(parent.patch.low_rank.values()))[0].right.shape[0]
-        if config.lora_r not in (0, rank) or config.lora_target_modules or config.lora_alpha:
-            raise UsageError(f"{parent.path} is an adapter of rank {rank}, which is trained on as it is: leave the --lora options out; "
-                             "for another adapter merge it first")
+        refuse_lora_options(config, parent.path, rank, rslora=parent.adapter.rslora)
         base = Ancestor(parent.base.digest, str(parent.base.path.resolve()), parent.base.held)
         words = f"continuing the adapter of {parent.path}: rank {rank}, {len(parent.patch.low_rank)} matrices"
         return AdapterModel(model, base, tokenizer, parent.adapter.rslora, Ancestry(same, moved), words)
+    refuse_lora_options(config, parent.path, None)
     if not config.lora_r:
-        if config.lora_target_modules or config.lora_alpha or config.use_rslora:
-            raise UsageError("--lora-alpha, --lora-target-modules and --use-rslora are for adapters; give --lora-r too")
         values = [tensor for tensor in parent.tensors.values() if not tensor.is_meta]
         largest = max((float(max(end.abs() for end in tensor.aminmax())) for tensor in values), default=None)
         return WholeModel(model.requires_grad_(True), tokenizer, parent.stops, Ancestry(same, moved, largest))

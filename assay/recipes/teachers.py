@@ -34,6 +34,7 @@ class Student(NamedTuple):
 
     vocab: int
     tokenizer: Tokenizer
+    longest: int = 0  # tokens of the longest text that the teacher reads
 
 
 class OnlineTeacher:
@@ -41,6 +42,7 @@ class OnlineTeacher:
 
     def __init__(self, artifact: Artifact, student: Student, blend: DistillationSettings, device: str):
         refuse_other_tokenizer(artifact, student)
+        refuse_shorter_context(artifact, student)
         self.digest, self.tokenizer = artifact.digest, student.tokenizer.digest
         self.model: Transformer = place_teacher(artifact, device)
         self.blend = replace(blend, vocab=shared_ids(artifact.config.vocab, student))
@@ -140,6 +142,13 @@ def refuse_other_tokenizer(teacher: Artifact, student: Student) -> None:
                          "would be noise. Let it write text that the student learns: --how text")
 
 
+def refuse_shorter_context(teacher: Artifact, student: Student) -> None:
+    if student.longest > teacher.config.max_length:
+        raise UsageError(f"the teacher {teacher.path} has a context of {teacher.config.max_length:,} tokens, and is to read a text of "
+                         f"{student.longest:,}: beyond it positions mean nothing to it, and its logits would be noise. Give --max-length "
+                         f"{teacher.config.max_length}, or a teacher with a longer context")
+
+
 def shared_ids(vocab: int, student: Student) -> int | None:
     """Blend's `vocab`: the tokenizer's size where the two tables were padded differently."""
     return None if vocab == student.vocab else max(student.tokenizer.tokens) + 1
@@ -170,6 +179,7 @@ def load_stored_answers(config: Distill, student: Student, examples: Sequence[Tr
 def store_teacher_answers(folder: Path, config: Distill, student: Student, batches: Iterable[Batch], device: str) -> None:
     artifact = open_teacher_model(config)
     refuse_other_tokenizer(artifact, student)
+    refuse_shorter_context(artifact, student)
     vocab, model = shared_ids(artifact.config.vocab, student) or artifact.config.vocab, place_teacher(artifact, device)
 
     def entries() -> Iterator[TeacherEntry]:

@@ -18,10 +18,10 @@ The loop itself (learn/loop.py) knows none of this, and this knows neither the d
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ from assay.recipes.processes import (
     sharded_model,
 )
 from assay.recipes.run import Run, plain
-from assay.recipes.save_pace import SavePace
+from assay.recipes.save_pace import LITTLE, SavePace
 from assay.recipes.starting_model import AdapterModel, TrainedWeights, under_foreign_names, writes_merged
 from assay.recipes.step_replay import StepReplay
 from assay.recipes.witness_records import WitnessRecords
@@ -78,10 +78,11 @@ from assay.store import durable
 from assay.store.checkpoint import Checkpoint, Contents, step_folder
 from assay.store.digests import environment
 from assay.store.ledger import Event
-from assay.store.saving import Lineage, owned_contents
+from assay.store.saving import Lineage, owned_contents, room_in_memory
 from assay.verdict import Verdict, unproven
 
 ROUNDING_DEVIATIONS = 10.0  # standard deviations of the sum of stochastic roundings that no element ever strays
+Describe = Callable[[], Contents | Callable[[], Contents]]  # what is to be saved now: live tensors, or a function that makes owned ones
 MOST_BYTES_EARLY = 4 * 10**9  # of a checkpoint after step 1, where the cost decides: a larger one waits for its turn
 
 
@@ -89,14 +90,22 @@ MOST_BYTES_EARLY = 4 * 10**9  # of a checkpoint after step 1, where the cost dec
 class SavePlan:
     """Save plan: a checkpoint after the first step (or rollout), every so many steps, after so many minutes, and where the data ends.
 
-    `paced`: of the regular checkpoints only those that are the best so far or that the time budget of saving allows, and others between
-    them where it allows.
+    `paced`: of the regular checkpoints only those that the time budget of saving allows, and others between them where it allows. The
+    weights of the best evaluation wait in memory for their turn.
     """
 
     every: int
     last: int  # steps that the data gives: a next one would raise
     minutes: float | None = None
     paced: bool = False
+
+
+class WaitingBest(NamedTuple):
+    """The state after the best evaluation so far, which is to be saved: `at` is when that was."""
+
+    step: int
+    contents: Callable[[], Contents]
+    at: float
 
 
 class Trainer:
@@ -130,12 +139,15 @@ class Trainer:
         self.start = self.done = 0  # steps taken before this session, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self.pace, self._looped = SavePace(), False
+        self._waiting: WaitingBest | None = None
+        run.save_waiting = self._save_waiting
         self._saved_at = 0.0  # seconds of the run
         self._losses: list[float] = []  # since they were last asked for
         self._columns: dict[int, dict[str, Any]] = {}  # of steps whose line is still to be written
         self._shown = ""
         self.consumed: Verdict | None = None  # whether the steps that were last read back read what was planned
         self._informed = False  # a step since the last account had a gradient
+        self._accounted = 0  # the step of the last account
         self.records = WitnessRecords(self, witnesses=run.witnesses)
         run.settle_records, run.close_records = self.records.settle, self.records.close
         self._unkept: Step | None = None  # the last step, until it is known that nothing touches the weights after it
@@ -158,6 +170,8 @@ class Trainer:
         self.start = self.done = self.saved = state["step"]
         self._scale_state = state.get("loss_scale")
         self.schedule.restore(state)
+        if "saving" in state:
+            self.pace.restore(state["saving"])
         self.run.rewind(self.start)
         self.run.say(f"resuming from step {self.start} ({found.folder.name})")
         now = environment() | {"processes": str(self._parting_processes())}
@@ -354,9 +368,12 @@ class Trainer:
 
     def save_due(self) -> bool:
         """Whether a checkpoint with an evaluation is due. Only the step number decides, unless --save-minutes was given."""
-        late = self.saves.minutes is not None and self.schedule.clock.seconds - self._saved_at >= 60 * self.saves.minutes
         first = self.done == self.schedule.multiple and not (self.saves.paced and self._checkpoint_bytes() > MOST_BYTES_EARLY)
-        return late or first or self.done == self.saves.last or self.done % self.saves.every == 0
+        return self._late() or first or self.done == self.saves.last or self.done % self.saves.every == 0
+
+    def _late(self) -> bool:
+        """By --save-minutes."""
+        return self.saves.minutes is not None and self.schedule.clock.seconds - self._saved_at >= 60 * self.saves.minutes
 
     def extra_save_due(self) -> bool:
         """Whether a checkpoint without an evaluation is due, so that a kill loses little. The clock may decide, since nothing else
@@ -374,13 +391,14 @@ class Trainer:
             return
         if self.sharded is not None:
             self.sharded.refresh()
-        still = not self.steady and not self._informed
+        still = self.done == self._accounted or (not self.steady and not self._informed)
         nothing_due = unproven("movement", "no step since the last account had a gradient", optional=True)
         moved = nothing_due if still else self._account.check_moved()
         applied = check_steps(self.optimizer, self.done + self.steps_before)
         finite = check_parted_weights(self.sharded) if self.sharded is not None and self.sharded.never_whole else \
             check_weights(self.weights.model)
         self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, finite, *check_processes(self.accumulate)])
+        self._accounted = self.done
         if not still:
             self._informed = False
             if self.schedule.multiplier(self.done - 1) >= LEARNING_SHARE:
@@ -402,28 +420,77 @@ class Trainer:
     def save(self, facts: Mapping[str, Any], *, best: Path | None = None, moved: bool = True) -> None:
         """The state after `done` steps, unless it is saved. `facts` are the data's; `moved` is False where nothing has changed the weights.
 
-        What was `best` so far stays when old checkpoints are retired.
+        What was `best` so far stays when old checkpoints are retired. In a run whose saves are paced it may be too early for a
+        checkpoint: then the best waits in memory, and what is not the best is not kept. Before anything newer is saved, what waits is:
+        a run that goes on from a checkpoint finds the best up to there on the disk.
         """
         if self.saved is None and self.done == 0:
             self._require_disk()
-        if self.saved != self.done and not self._needless(best):
-            self.saved, self._saved_at = self.done, self.schedule.clock.seconds
-            bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
-            lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
-            self.run.headroom = self._moments_to_come()
-            with self.run.save_cost.saving(), self.run.spent.part("saving"):
-                contents = self._contents(facts, lineage) if self.sharded is None else partial(self._shared_contents, facts, lineage)
-                self.run.save(self.done, contents, best=best)
-            self.pace.saved(self.run.save_cost.latest)
+        if self.saved != self.done:
+            is_best = best is not None and best == step_folder(best.parent, self.done)
+            self._take_turn(partial(self._describe, facts, moved), best, is_best=is_best)
         self.watch.begin()
 
-    def _needless(self, best: Path | None) -> bool:
-        """Whether a save is needless: neither the best so far nor the last, in a run whose saves are paced, and too soon after the one
-        before."""
-        if not self.saves.paced or self.done <= self.schedule.multiple or best is None or self._looped:
-            return False
-        last = self.over() or self.done == self.saves.last
-        return not last and best.name != step_folder(best.parent, self.done).name and not self.pace.due()
+    def _take_turn(self, contents: Describe, best: Path | None, *, is_best: bool) -> None:
+        if not self.saves.paced or self._must_save(best):
+            self._save_waiting(better=is_best)
+            self._save_now(contents, best)
+            return
+        why = self._no_copy()
+        turn = self.pace.turn(best=is_best, waiting=self._waiting is not None, room=why is None)
+        if turn == "save waiting":
+            self._save_waiting()
+        elif turn == "save":
+            self._waiting = None  # that was not as good
+            self._save_now(contents, best)
+        elif turn == "copy":
+            self._copy_best(contents)
+        elif turn == "pass over":
+            soon = f"a checkpoint so soon after the last would have cost more than {LITTLE:.0%} of the time"
+            self.run.pass_over(self.done, f"{soon}, and {why or 'copies in memory have taken their share of it'}")
+
+    def _must_save(self, best: Path | None) -> bool:
+        """Whatever it costs: the first, the last, and what --save-minutes asks for; and what is not compared with anything."""
+        last = self._looped or self.over() or self.done == self.saves.last
+        return last or best is None or self.done <= self.schedule.multiple or self._late()
+
+    def _describe(self, facts: Mapping[str, Any], moved: bool) -> Contents | Callable[[], Contents]:
+        bound = None if self.weights.ancestry.largest is None else self._reach(self.weights.ancestry.largest)
+        lineage = self.weights.ancestry.lineage(moved=moved and self.done > 0, bound=bound)
+        self.run.headroom = self._moments_to_come()
+        return self._contents(facts, lineage) if self.sharded is None else partial(self._shared_contents, facts, lineage)
+
+    def _save_now(self, contents: Describe, best: Path | None) -> None:
+        if self.saved != self.done:
+            self.saved, self._saved_at = self.done, self.schedule.clock.seconds
+            with self.run.save_cost.saving(), self.run.spent.part("saving"):
+                self.run.save(self.done, contents(), best=best)
+            self.pace.saved(self.run.save_cost.latest)
+
+    def _save_waiting(self, *, better: bool = False) -> None:
+        """Save the best that waits in memory, unless the state of now is `better`."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and (waiting.step == self.done or not better):
+            self.saved, self._saved_at = waiting.step, self.schedule.clock.seconds
+            with self.run.save_cost.saving(), self.run.spent.part("saving"):
+                self.run.save(waiting.step, waiting.contents, best=step_folder(self.run.checkpoints, waiting.step))
+            self.pace.saved(self.run.save_cost.latest, state_at=waiting.at)
+
+    def _copy_best(self, contents: Describe) -> None:
+        """To memory, where it waits to be saved."""
+        self._waiting = None  # its memory is the new one's
+        with self.run.save_cost.copying(), self.run.spent.part("saving"):
+            made = contents()
+            copied = self.run.copy(made() if callable(made) else made)
+        self.pace.copied(self.run.save_cost.latest)
+        self._waiting = WaitingBest(self.done, copied, self.pace.now())
+
+    def _no_copy(self) -> str | None:
+        """Why memory cannot hold a copy of the state; None where it can."""
+        if self.sharded is not None and not isinstance(self.weights, AdapterModel):
+            return "its parts lie in several processes, which keep no copy"
+        size = self._checkpoint_bytes()
+        return None if self._waiting is not None or room_in_memory(size) else f"memory has no room for a copy of {size / 1e9:.1f} GB"
 
     def _checkpoint_bytes(self) -> int:
         """Bytes of weights and moments in fp32, and of their average where there is one."""
@@ -452,7 +519,8 @@ class Trainer:
         """Live tensors: the save copies them before the loop goes on."""
         config = self.run.config
         state = {"step": self.done, "steps_before": self.steps_before, **self.schedule.state(), "data": facts, "rng": {"seed": config.seed},
-                 "processes": self._parting_processes(), **({} if self.scaling is None else {"loss_scale": self.scaling.state()})}
+                 "processes": self._parting_processes(), **({"saving": self.pace.state()} if self.saves.paced else {}),
+                 **({} if self.scaling is None else {"loss_scale": self.scaling.state()})}
         return self.weights.contents(lineage, plain(dataclasses.asdict(config)), state, self._state() if moments is None else moments)
 
     def _parting_processes(self) -> int:
@@ -510,7 +578,7 @@ class Trainer:
         if (graphs := self._graphs()) is not None:
             graphs.forget()
             torch.cuda.empty_cache()
-        self.run.end_loop(self.done - self.start)
+        self.run.end_loop(self.done - self.start, self.pace.slowed)
 
     def finish(self, times_read: Mapping[int, int], parts: int, best: Path | None) -> None:
         """Wait for the last save and its proof; write down how often each part of the data was read; retire old checkpoints."""

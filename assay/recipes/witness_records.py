@@ -6,6 +6,7 @@ device (assay/witness/replay.py). What is not replayed is said, and why.
 """
 
 import json
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,8 @@ class WitnessRecords:
     """Witness records of a run since its start or resume. `off` says why nothing is kept, where that is so."""
 
     def __init__(self, trainer: "Trainer", *, witnesses: bool):
-        self.trainer, self.folder = trainer, trainer.run.folder / WITNESS_FOLDER
+        self.trainer: Trainer = weakref.proxy(trainer)  # who holds it: a circle would keep a finished run's model on the GPU
+        self.folder = trainer.run.folder / WITNESS_FOLDER
         drawn = trainer.run.config.witness
         if drawn != "off" and not drawn.isdecimal():
             raise UsageError(f"--witness is {drawn!r}; expected a number of steps to replay between the first and the last, or off")

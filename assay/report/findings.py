@@ -11,7 +11,7 @@ from assay.report.run_status import RESULT_EVENTS
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, overall, without_optional
 
-WARNINGS, MOST_WARNINGS = (Event.WARNING, Event.ALSO_FOUND, Event.PASSED_OVER), 20
+WARNINGS, MOST_WARNINGS = (Event.WARNING, Event.ALSO_FOUND, Event.PASSED_OVER, Event.UNSAVED), 20
 _RANK = {Outcome.REFUTED: 0, Outcome.UNPROVEN: 1, Outcome.PROVEN: 2}
 STAGES = {"preflight": "before step 1", "resumed": "after a resume", "account": "at every checkpoint", "fork": "at the fork",
           "batch": "of sampled batches", "hand over": "of what was handed over", "artifact": "of the bytes-limited artifact",

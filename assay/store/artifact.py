@@ -35,7 +35,7 @@ from assay.store.model_formats import Description, FileModel, ModelFormat, shown
 from assay.store.peft import LoraAdapter, config_with, read_adapter
 from assay.store.quantised_base import BASE_DTYPES, QuantisedReader
 from assay.store.remote import local_path
-from assay.store.safetensors_files import folder_shards, inside, read_folder_tensors, read_safetensors_header
+from assay.store.safetensors_files import inside, read_folder_headers, read_folder_tensors
 from assay.strict_json import read_json
 
 TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
@@ -129,7 +129,23 @@ def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Desti
     or bf16, and its digest is of what came of them; an adapter's base is held as its manifest says, unless `held` is "file". With `to`
     they stay codes, a live layer makes its matrix when it is used; without, they are what the codes stand for.
     """
-    return interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened, held=held)
+    found = interpret_artifact(read_artifact(locate_artifact(path)), base=base, to=to, opened=opened, held=held)
+    refuse_other_rounding(found, held)
+    return found
+
+
+def refuse_other_rounding(found: Artifact, held: str | None) -> None:
+    """Refuse a model whose weights were rounded though nobody asked for it, or were not though somebody did. Of an adapter its base was
+    asked."""
+    if found.base is not None:
+        return
+    due, written = held if held in BASE_DTYPES else None, found.raw.checkpoint
+    as_stored = found.held is None and not found.rounding and (written is None or found.digest == recorded_digest(written.manifest))
+    in_bf16 = as_stored and all(tensor.dtype == torch.bfloat16 for tensor in found.raw.tensors.values())
+    if not (as_stored if due is None else found.held == due or (due == "bf16" and in_bf16)):
+        raise ArtifactError(f"{found.path}: opened with weights in {found.held or 'the dtype of the file'}, {found.digest[:12]}, "
+                            f"{found.rounding:.1e} (relative) from the file's; asked for was {due or 'the file as it is'}: this is a fault "
+                            "of the reader, not of the file")
 
 
 class OpenBase(Protocol):
@@ -367,9 +383,8 @@ def _describe_folder(path: Path) -> Description:
     """Headers and config of a folder; of a checkpoint also its lineage and what was proven, once every byte has its hash."""
     checkpoint = open_checkpoint(path) if (path / MANIFEST).exists() else None
     adapter = (path / "adapter_config.json").exists()
-    shards = folder_shards(path, stem="adapter_model" if adapter else "model")
-    tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)}
-               for shard in shards for name, info in read_safetensors_header(inside(path, shard)).items()}
+    headers = read_folder_headers(path, "adapter_model" if adapter else "model")
+    tensors = {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in headers.items()}
     if adapter:
         fields = read_json(path / "adapter_config.json")
         shown = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")

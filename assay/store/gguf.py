@@ -64,6 +64,11 @@ def describe_gguf(path: Path) -> Description:
     return Description(shown_geometry(_config(header, path)), tensors)
 
 
+def gguf_config(path: Path) -> ModelConfig:
+    """The geometry, by the header alone."""
+    return _config(read_gguf_header(path), path)
+
+
 def rounding_in(path: Path) -> float:
     """How far a file may answer from what it was made of, by the coarsest type in it that has been measured."""
     types = [tensor.type.lower() for tensor in read_gguf_header(path).tensors.values()]

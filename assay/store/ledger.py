@@ -71,6 +71,7 @@ class Event(StrEnum):
     SAVE = "save"  # about to be written
     SAVED = "saved"  # written, with its digest
     SAVING = "saving"
+    UNSAVED = "not saved"  # though it scored better than all that is, and why
     RETIRE = "retire"
     KEPT = "kept"  # what had to stay when others were retired
     PROOF = "proof"

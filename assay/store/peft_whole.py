@@ -42,11 +42,12 @@ class AdapterFile:
         return hf_layout(self.config)[EMBED][0].name.removesuffix(".weight")
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A tensor of the file, where the base lies."""
         found = self.named.get(name)
         if found is None or tuple(found.shape) != tuple(shape):
             told = "is missing" if found is None else f"has shape {list(found.shape)}"
             raise ArtifactError(f"{self.where}: {name} {told}; its adapter_config.json and this base need it with {list(shape)}")
-        return found
+        return found.to(self.base[EMBED].device)
 
 
 def needs_whole_matrices(fields: Mapping[str, Any]) -> bool:
@@ -62,7 +63,7 @@ def whole_matrices(file: AdapterFile, parts: Sequence[tuple[LoraSite, LowRank]])
         rows = weight[part.start : part.stop]
         if file.fields.get("init_lora_weights") == "pissa":
             rows -= principal_part(rows, part.right.shape[0])
-        rows += part.delta()
+        rows += part.delta().to(rows.device)
         if file.fields.get("use_dora"):
             name = next((f"{site.foreign}.{one}" for one in MAGNITUDES if f"{site.foreign}.{one}" in file.named),
                         f"{site.foreign}.{MAGNITUDES[0]}")
@@ -99,7 +100,7 @@ def saved_base_layers(file: AdapterFile) -> set[str]:
     names = whole.keys() & file.named.keys()
     for name in names:
         due = base_matrix(file, whole[name])
-        if file.named[name].shape != due.shape or not torch.equal(file.named[name].to(due.dtype), due):
+        if file.named[name].shape != due.shape or not torch.equal(file.named[name].to(due), due):
             raise ArtifactError(f"{file.where}: {name} is not the base's; the adapter belongs to another base, or to one that was "
                                 "resized. Name the right one with --base, or merge with the tool that wrote it")
     return names

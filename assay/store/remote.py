@@ -156,6 +156,10 @@ class RemoteFolder:
         except StoreError as error:
             raise UsageError(f"{self.url}/{name}: cannot be found: {error}") from None
 
+    def is_there(self) -> bool:
+        """As a folder, and not as an object of that name."""
+        return self._tried("", lambda: bool(self._store.isdir(self._root)))
+
     def names(self) -> list[str]:
         """Names of what lies directly in the folder, sorted; none where there is no folder."""
         def listed() -> list[str]:

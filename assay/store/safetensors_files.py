@@ -155,6 +155,17 @@ def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None =
     return tensors
 
 
+def read_folder_headers(folder: Path, stem: str = "model") -> dict[str, SafetensorsEntry]:
+    """Headers of all weights of a folder; index, shards and headers must agree in every name, as for `read_folder_tensors`."""
+    found: dict[str, SafetensorsEntry] = {}
+    for name, declared in folder_shards(folder, stem=stem).items():
+        shard = read_safetensors_header(inside(folder, name))
+        if declared is not None and set(shard) != declared:
+            _refuse_shard(folder / name, set(shard), declared)
+        found |= shard
+    return found
+
+
 def folder_shards(folder: Path, index_sha256: str | None = None, stem: str = "model") -> dict[str, set[str] | None]:
     """The weight files of a folder and the tensors that the index puts in each (None: one file, no index)."""
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"

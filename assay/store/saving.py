@@ -27,6 +27,10 @@ from assay.store.peft import write_adapter
 from assay.store.safetensors_files import tensor_bytes
 
 SPARE_OF_DEVICE = 8  # one in so many bytes of a GPU stays free beside a snapshot
+MEMORY_INFO = Path("/proc/meminfo")
+CONTROL_GROUPS = {Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),  # version 2, then 1
+                  Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+SPARE_OF_MEMORY = 2  # one in so many bytes that the machine has free stays free beside a copy that is kept
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class BackgroundSaver:
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "save")
         self._pending: Future[Checkpoint] | None = None
+        self._leaving: Future[Contents] | None = None  # a copy that leaves the GPU
 
     def save(self, where: Path, contents: Contents | Callable[[], Contents],
              after: Callable[[Checkpoint], object] | None = None, *, headroom: int = 0) -> None:
@@ -115,9 +120,16 @@ class BackgroundSaver:
         owned = contents() if callable(contents) else owned_contents(contents, headroom)
         self._pending = self._writer.submit(_write, where, owned, after, _copied(owned))
 
+    def copy(self, contents: Contents, *, headroom: int = 0) -> Callable[[], Contents]:
+        """A copy in the machine's memory that nothing the caller does later can change, to be saved later: a function that gives it. It
+        is made as `save` makes it, and what is on a GPU leaves it beside the loop."""
+        owned = owned_contents(contents, headroom)
+        self._leaving = self._writer.submit(_in_memory, owned, _copied(owned))
+        return self._leaving.result
+
     @property
     def busy(self) -> bool:
-        return self._pending is not None and not self._pending.done()
+        return any(future is not None and not future.done() for future in (self._pending, self._leaving))
 
     def check(self) -> None:
         """Raise what a finished save raised; never waits."""
@@ -170,6 +182,33 @@ def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
         return False
     free, total = torch.cuda.mem_get_info(on_device[0].device)
     return sum(map(tensor_bytes, on_device)) + headroom + total // SPARE_OF_DEVICE <= free
+
+
+def room_in_memory(size: int) -> bool:
+    """For a copy of so many bytes that stays, in the machine's memory; False where the machine does not say what is free."""
+    return size <= free_memory() // SPARE_OF_MEMORY
+
+
+def free_memory() -> int:
+    """Bytes of the machine's memory that can be had: of the machine, or of the control group that this process is in. 0: unknown."""
+    try:
+        named = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
+        free = 1024 * int(named["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return 0
+    for group, (limit, used, cached) in CONTROL_GROUPS.items():
+        with contextlib.suppress(OSError, KeyError, ValueError):  # there is none, or it has no limit
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, int((group / limit).read_text()) - int((group / used).read_text()) + int(counts[cached]))
+    return max(0, free)
+
+
+def _in_memory(contents: Contents, copied: torch.cuda.Event | None) -> Contents:
+    """The same contents, off the GPU; as they are where they do not lie on one."""
+    if copied is None:
+        return contents
+    with beside_the_loop(copied):
+        return _owned(contents, snapshot)
 
 
 def _copied(contents: Contents) -> torch.cuda.Event | None:

@@ -74,6 +74,8 @@ def corpus_summary(corpus: "Corpus") -> str:
                  f"{overlap['shared']} of {overlap['grams']} of their {overlap['words']}-grams do; "
                  f"bound {overlap['bound']:.2%}")
     lines += [f"left out  {count} {kind} documents" for kind, count in manifest["left_out"].items()]
+    if empty := [source["name"] for source in manifest["sources"] if not source["documents"]]:
+        lines.append(f"left out  {len(empty)} of {len(manifest['sources'])} files, in which there is no document, such as {empty[0]}")
     if lossy := manifest["held_out"]["lossy"]:
         lines.append(f"warning: {lossy} held-out documents do not decode to their own bytes under this tokenizer; "
                      "bits per byte leaves them out")

@@ -11,7 +11,7 @@ from assay.recipes.kto_options import Kto
 from assay.recipes.options import Distill, Pretrain, Sft
 
 if TYPE_CHECKING:
-    from assay.recipes.memory_plan import MemoryPlan
+    from assay.recipes.memory_plan import MemoryPlan, PlannedModel
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,35 @@ def run(flags: FLAGS) -> int:
 def planned(flags: FLAGS) -> tuple["MemoryPlan", str, int | None]:
     """The plan, the device that it is for (with --memory a GPU, whether or not one is here), and tokens of a step, where options say."""
     from assay.model.placement import default_device
-    from assay.recipes.memory_plan import plan_pretraining, plan_tuning
+    from assay.recipes.memory_plan import PlannedModel, plan_memory, plan_pretraining, planned_model, planned_work
+    from assay.recipes.plan_refusals import refuse_for_model, refuse_unclear_options
 
     given = {word.partition("=")[0] for word in flags.options}
-    filled = [word for name in UNASKED[flags.recipe] if name not in given and "--config" not in given for word in (name, "unasked")]
+    asked = {*given, "--data", "--reward"} if "--environment" in given else given  # which has tasks and rewards of its own
+    filled = [word for name in UNASKED[flags.recipe] if name not in asked and "--config" not in given for word in (name, "unasked")]
     config = parse(PLANNED_RECIPES[flags.recipe], [*flags.options, *filled], prog=f"assay plan {flags.recipe}", config_file=True)
     device = config.device or ("cuda" if flags.memory is not None else default_device())
+    refuse_unclear_options(config)
     if isinstance(config, Pretrain):
         from assay.model.tokenizer import Tokenizer
         from assay.recipes.pretrain import chosen_shape
         from assay.store.remote import local_path
 
         chosen = chosen_shape(config, Tokenizer.from_folder(local_path(config.corpus)))
+        refuse_for_model(config, PlannedModel(chosen.model, 0))
         return plan_pretraining(config, chosen.model, device), device, config.batch_tokens
-    return plan_tuning(config, device), device, None if isinstance(config, Grpo) else config.batch_tokens
+    student = isinstance(config, Distill) and config.student_layers is not None
+    model = _planned_student(config) if isinstance(config, Distill) and student else planned_model(str(config.model or config.from_))
+    refuse_for_model(config, model)
+    return plan_memory(model, planned_work(config, model, device)), device, None if isinstance(config, Grpo) else config.batch_tokens
+
+
+def _planned_student(config: Distill) -> "PlannedModel":
+    """Some of the teacher's layers, in fp32."""
+    from assay.recipes.memory_plan import MASTER, PlannedModel, planned_model
+    from assay.recipes.teachers import kept_layers, with_layers
+
+    assert config.student_layers is not None
+    teacher = planned_model(config.teachers()[0][0]).config
+    made = PlannedModel(with_layers(teacher, {}, kept_layers(teacher.depth, config.student_layers))[0], 0)
+    return PlannedModel(made.config, MASTER * made.parameters)

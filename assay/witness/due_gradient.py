@@ -46,9 +46,10 @@ class DueGradient(NamedTuple):
 
 
 class TwinModel:
-    """transformers' model of a folder's config, or of one that is given, fed with whatever weights are asked about."""
+    """transformers' model of a folder's config, or of one that is given, fed with whatever weights are asked about. `loss` is what a loss
+    is computed in from its logits: where that is fp32, as in a run, 1 - p of a token that the model is sure of has few digits left."""
 
-    def __init__(self, config: Mapping[str, Any] | Path, dtype: torch.dtype, device: str = "cpu"):
+    def __init__(self, config: Mapping[str, Any] | Path, dtype: torch.dtype, device: str = "cpu", loss: torch.dtype = torch.float64):
         if not importlib.util.find_spec("transformers"):
             raise NotWitnessed("transformers is not installed; pip install 'assay[hf]'")
         fields = config if isinstance(config, Mapping) else read_fields(config / "config.json")
@@ -65,7 +66,7 @@ class TwinModel:
             self.model = AutoModelForCausalLM.from_config(known, attn_implementation="eager").eval().requires_grad_(False)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)  # not the tables: rotary frequencies in bf16 would be other angles
-        self.dtype, self.device, self.gpt2 = dtype, device, fields["model_type"] == "gpt2"
+        self.dtype, self.device, self.loss, self.gpt2 = dtype, device, loss, fields["model_type"] == "gpt2"
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
 
     def foreign(self, name: str) -> list[str]:
@@ -94,13 +95,13 @@ class TwinModel:
                 and {name.removesuffix(".weight"), name.split(".")[-2]} & {*adapter.targets}}
 
     def logits(self, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """(B, T, V) in double precision, whatever they were computed in."""
+        """(B, T, V) in the loss's precision, whatever they were computed in."""
         embedding = f"{(TOP_GPT2 if self.gpt2 else TOP)['embed']}.weight"
         parameters = {name: tensor for name, tensor in weights.items() if name in self.shapes}
         if missing := sorted(self.shapes.keys() - parameters.keys()):
             raise NotWitnessed(f"the files do not hold {missing[0]} under the name that transformers has for it")
         parameters["lm_head.weight"] = weights["lm_head.weight"] if "lm_head.weight" in self.shapes else parameters[embedding]
-        return torch.func.functional_call(self.model, parameters, (tokens,), {"use_cache": False}).logits.double()
+        return torch.func.functional_call(self.model, parameters, (tokens,), {"use_cache": False}).logits.to(self.loss)
 
 
 # (the student's logits, tokens, the texts) → (B, T − 1): what predicting each token but the first costs

@@ -276,7 +276,7 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
     if options["how"] == "stored":
         raise NotWitnessed("--how stored: the teacher's stored logits are not made again here")
     folder = Path(options["teacher"])
-    teacher = TwinModel(folder, twin.dtype, twin.device)
+    teacher = TwinModel(folder, twin.dtype, twin.device, twin.loss)
     same = teacher.model.config.vocab_size == twin.model.config.vocab_size
     vocab = None if same else max(Renderer(kept.tokenizer_folder, options).vocabulary.get_vocab(True).values()) + 1
     return blended(teacher, read_safetensors(folder), options, vocab)
@@ -291,7 +291,7 @@ def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> 
     if (optim := kept.options.get("optim", "adamw")) != "adamw":
         raise NotWitnessed(f"--optim {optim}: moments in 8 bits do not hold the gradient that a step took")
     shape, adapter = model_shape(kept), asked_adapter(kept)
-    exact, rounded = (TwinModel(shape, dtype, kept.device) for dtype in (kept.exact, getattr(torch, kept.compute)))
+    exact, rounded = TwinModel(shape, kept.exact, kept.device), TwinModel(shape, getattr(torch, kept.compute), kept.device, torch.float32)
     frozen = {} if adapter is None else base_weights(kept, exact)
     trained, texts = kept.weights(kept.before), [text for row in rows for text in row]
     against = [*wrong_rows(kept, rows), *wrong_tensors(kept, exact, trained, adapter), *wrong_beginning(kept, exact, adapter)]
@@ -415,7 +415,8 @@ def gradient_errors(kept: KeptStep, due: DueGradient, ours: DueGradient, scaled:
                     norm: float) -> tuple[float, str]:
     """The tensor whose gradient is farthest off, in shares of what rounding may do to it; and that in words.
 
-    Our own rounding of the same gradient is measured: the distance of the run's dtype from double precision, or on a GPU from fp32.
+    Our own rounding of the same gradient is measured: the distance of the run's dtype from double precision, or on a GPU from fp32; the
+    loss itself in fp32, as every run has it.
     """
     clip, times, shares = min(1.0, kept.options["max_grad_norm"] / (norm + 1e-6)), OWN_ERRORS[kept.compute], {}
     for name, gradient in scaled.items():

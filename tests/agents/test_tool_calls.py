@@ -1,13 +1,14 @@
 """Tool calls are read in each model's own format, from what its own template writes; what cannot be read is a sentence, never raised."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from assay.agents.tool_calls import GPT_OSS, HERMES, LLAMA_3, MISTRAL, QWEN3_CODER, TOOL_FORMATS, ParsedTurn, ToolCall, as_json, format_for
 from assay.errors import UsageError
-from assay.guard.trajectory_checks import check_tool_format
+from assay.guard.trajectory_checks import check_tool_format, misread_turn
 from assay.model.chat_template import render_template
 from assay.testing.tiny_episodes import templated
 
@@ -133,6 +134,26 @@ def test_a_call_is_read_as_the_models_own_template_writes_it_or_the_format_is_re
     text = real_template(template)
     found = check_tool_format(templated(text), format_for(text))
     assert (found.outcome.name, words in found.reason) == (outcome, True), found.reason
+
+
+def misreadings(spoken):
+    """Ways to read a turn wrongly: calls or faults lost, or made twice, and words lost."""
+    usual = spoken.parse
+    return {"calls twice": lambda text: replace(usual(text), calls=usual(text).calls * 2),
+            "only the first call": lambda text: replace(usual(text), calls=usual(text).calls[:1]),
+            "faults twice": lambda text: replace(usual(text), faults=usual(text).faults * 2),
+            "no faults": lambda text: replace(usual(text), faults=()),
+            "no words": lambda text: replace(usual(text), content=""),
+            "arguments lost": lambda text: replace(usual(text), calls=tuple(replace(call, arguments={}) for call in usual(text).calls))}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_format_that_misreads_known_turns_is_refuted(name):
+    spoken = TOOL_FORMATS[name]
+    assert misread_turn(spoken) is None
+    for way, wrong in misreadings(spoken).items():
+        found = check_tool_format(templated("{{ messages }}"), replace(spoken, parse=wrong))
+        assert found.outcome.name == "REFUTED", way
 
 
 def test_a_flood_of_calls_ends_and_is_said():

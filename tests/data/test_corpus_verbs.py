@@ -9,7 +9,7 @@ import pytest
 
 from assay.config import parse
 from assay.data.token_corpus import open_corpus
-from assay.errors import DataError
+from assay.errors import DataError, UsageError
 from assay.verbs import corpus, terminal, tokenizer
 from tests.data.conftest import write_jsonl
 
@@ -42,6 +42,24 @@ def test_files_held_out_whole_leave_the_rest_to_training(jsonl: Path, texts: lis
 @pytest.fixture
 def tokenizer_folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue("tokenizer")
+
+
+def test_a_file_without_documents_is_named(jsonl: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.jsonl").write_text("\n")
+    for texts, named in (([jsonl], False), ([jsonl, tmp_path / "none.jsonl"], True)):
+        flags = [*map(str, texts), "--tokenizer", str(tokenizer_folder), "--out", str(tmp_path / f"corpus-{named}"), "--workers", "1"]
+        assert corpus.run(parse(corpus.FLAGS, flags, prog="assay corpus")) == 0
+        assert ("1 of 2 files, in which there is no document, such as none.jsonl" in capsys.readouterr().out) is named
+
+
+@pytest.mark.parametrize(("flags", "words"), [(("--document-bytes", "100"), "--document-bytes cuts text files, and none is given"),
+                                              (("--split", ""), "--split cuts text files"), (("--field", "body"), "--field body names")])
+def test_an_option_for_other_kinds_of_files_is_refused(flags: tuple[str, str], words: str, jsonl: Path, tokenizer_folder: Path,
+                                                       tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text\n")
+    given = [str(tmp_path / "a.txt" if flags[0] == "--field" else jsonl), *flags]
+    with pytest.raises(UsageError, match=words):
+        corpus.run(parse(corpus.FLAGS, [*given, "--tokenizer", str(tokenizer_folder), "--out", str(tmp_path / "out")], prog="assay corpus"))
 
 
 def test_a_plain_line_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 import gzip
 import json
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from assay.data import data_files
-from assay.data.data_files import DocumentRule, find_sources, iter_documents
+from assay.data.data_files import DocumentRule, find_sources, iter_documents, read_rows
 from assay.errors import DataError, UsageError
 
 TRICKY = "﻿a\r\nb\tc \n\n  é\u2028x\x85y\n no end"
@@ -78,6 +80,59 @@ def test_parquet_without_the_column_or_with_a_null_is_refused(tmp_path: Path) ->
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         read(tmp_path / "b.parquet")
+
+
+def text_column(*texts: bytes) -> Any:
+    """As other programs write it: no parquet library checks that text is UTF-8."""
+    import pyarrow
+
+    offsets = pyarrow.array([0, *accumulate(map(len, texts))], pyarrow.int32()).buffers()[1]
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(texts), [None, offsets, pyarrow.py_buffer(b"".join(texts))])
+
+
+def test_text_of_parquet_that_is_not_utf8_is_refused_or_left_out_and_counted(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": text_column(b"fine", b"caf\xe9", b"also fine")}), path := tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet:2: not UTF-8 at byte 3"):
+        read(path)
+    left_out: Counter[str] = Counter()
+    kept = list(iter_documents(find_sources([path])[0], DocumentRule(skip_invalid=True), left_out))
+    assert [(document.ordinal, document.raw) for document in kept] == [(0, b"fine"), (2, b"also fine")]
+    assert left_out == {"invalid": 1}
+
+
+@pytest.mark.parametrize("kind", ["text", "date", "struct"])
+def test_a_column_of_parquet_that_python_cannot_hold_is_named_with_its_row(kind: str, tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = {"text": lambda: text_column(b"a", b"\xff"), "date": lambda: pyarrow.array([0, 2**50], pyarrow.timestamp("s")),
+              "struct": lambda: pyarrow.StructArray.from_arrays([pyarrow.array([1, 2])] * 2, names=["x", "x"])}[kind]()
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "odd": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=rf"a\.parquet:{1 if kind == 'struct' else 2}: the column 'odd' cannot be read"):
+        list(read_rows(tmp_path / "a.parquet"))
+
+
+def test_a_long_cell_of_csv_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,n\n" + "x" * 200_000 + ",1\n")
+    assert [len(row.values["text"]) for row in read_rows(tmp_path / "a.csv")] == [200_000]
+
+
+def test_nothing_in_a_folder_is_passed_over(tmp_path: Path) -> None:
+    """But for what is hidden, which editors and downloads leave: a copy there would be learned twice."""
+    (inner := tmp_path / "texts" / "more").mkdir(parents=True)
+    (hidden := tmp_path / "texts" / ".ipynb_checkpoints").mkdir()
+    for path in (tmp_path / "texts" / "a.jsonl", inner / "b.jsonl", hidden / "a-checkpoint.jsonl"):
+        path.write_text('{"text": "a"}\n')
+    assert [source.name for source in find_sources([tmp_path / "texts"])] == ["a.jsonl", "more/b.jsonl"]
+    with pytest.raises(UsageError, match="a folder with more in it, a folder; expected files of rows"):
+        list(read_rows(tmp_path / "texts"))
+    for where, words in ((tmp_path / "nowhere", "a link to something that is not there"),
+                         (inner, "a link to a folder, which is not followed")):
+        (link := tmp_path / "texts" / "c.jsonl").symlink_to(where)
+        with pytest.raises(UsageError, match=words):
+            find_sources([tmp_path / "texts"])
+        with pytest.raises(UsageError, match=f"c.jsonl in it, {words}"):
+            list(read_rows(tmp_path / "texts"))
+        link.unlink()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

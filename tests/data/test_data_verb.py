@@ -1,6 +1,8 @@
 """assay data check shows what is supervised and exits with what the audit says."""
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from assay.config import parse
 from assay.data import row_files
 from assay.data.chat import TemplateWriter
 from assay.errors import DataError, GuardStop, UsageError
+from assay.strict_json import parse_json
 from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import data
@@ -77,7 +80,7 @@ def test_a_refuted_audit_exits_with_3(model: Path, tmp_path: Path, capsys: pytes
 
 def done(capsys: pytest.CaptureFixture[str], *flags: object) -> dict[str, Any]:
     assert data.run(parse(data.FLAGS, [*map(str, flags), "--json"], prog="assay data")) == 0
-    return json.loads(capsys.readouterr().out)
+    return parse_json(capsys.readouterr().out, where="what was printed", shape=dict)  # type: ignore[no-any-return]
 
 
 def texts(path: Path) -> list[str]:
@@ -108,6 +111,17 @@ def test_a_split_keeps_copies_on_one_side(tmp_path: Path, capsys: pytest.Capture
     assert not set(train) & set(apart)
 
 
+def test_a_split_by_contents_that_tell_copies_apart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [[("a", n), ("b", "x")][:: 1 - 2 * twice] for n in range(20) for twice in (False, True)]  # each twice, its columns turned
+    path = written(tmp_path / "rows.jsonl", list(map(dict, rows)))
+    assert done(capsys, "split", path, "--share", 0.25, "--out", tmp_path / "parts")["copies"] == 20
+    ways: list[Callable[[bytes, str], str]] = [lambda line, _: hashlib.sha256(line).hexdigest(), lambda line, _: str(len(line))]
+    for content in ways:
+        with swap(row_files, "row_content", content), pytest.raises(GuardStop, match="copies would stand on both sides"):
+            done(capsys, "split", path, "--share", 0.25, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_rows_that_do_not_reach_the_disk_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = written(tmp_path / "rows.jsonl", [{"text": f"t{n}"} for n in range(20)])
     with swap(row_files, "in_pieces", lambda lines: [line for line in lines if b"t7" not in line]):
@@ -115,6 +129,17 @@ def test_rows_that_do_not_reach_the_disk_are_missed(tmp_path: Path, capsys: pyte
             with pytest.raises(GuardStop, match="not written: its"):
                 done(capsys, *asked, "--out", tmp_path / ("parts" if asked[0] == "split" else "out.jsonl"))
     assert not list(tmp_path.rglob("out.jsonl"))
+
+
+def test_a_row_that_is_not_one_line_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}')  # a blank line, and no end of the last
+    said = done(capsys, "mix", f"{path}:1", "--n", 2, "--out", tmp_path / "sound.jsonl")
+    assert (said["rows"], sorted(texts(tmp_path / "sound.jsonl"))) == (2, ["a", "b"])
+    for wrong in (b'{"text": "a"}', b'{"text": "a"}\n\n', b'{"text": "a"}\n{"text": "b"}\n', b"\n", b""):
+        with swap(row_files, "mixed_lines", lambda *_, wrong=wrong: [wrong] * 2), pytest.raises(GuardStop, match="would not be one line"):
+            done(capsys, "mix", f"{path}:1", "--n", 2, "--out", tmp_path / "out.jsonl")
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "sound.jsonl"}
 
 
 def test_near_copies_across_a_split_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -151,7 +176,7 @@ def test_rows_that_differ_in_a_label_or_a_column_are_no_copies(tmp_path: Path, c
     path = written(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "label": label} for label in (True, False, True)])
     assert done(capsys, "dedup", path, "--out", tmp_path / "clean.jsonl", "--workers", 1)["pairs"] == [[3, 1]]
     assert done(capsys, "dedup", path, "--field", "prompt", "--out", tmp_path / "one.jsonl", "--workers", 1)["kept"] == 1
-    with pytest.raises(DataError, match="row 1 of all files: there is nothing under 'text'; its columns are prompt, completion, label"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: there is nothing under 'text'; its columns are prompt, completion, label"):
         done(capsys, "dedup", path, "--field", "text", "--out", tmp_path / "none.jsonl", "--workers", 1)
     assert not (tmp_path / "none.jsonl").exists()
 
@@ -169,14 +194,62 @@ def test_numbers_that_are_missing_in_parquet_are_null_in_rows_and_infinite_ones_
         done(capsys, "mix", f"{tmp_path / 'odd.parquet'}:1", "--out", tmp_path / "odd.jsonl")
 
 
-@pytest.mark.parametrize(("line", "words"), [('\ufeff{"text": "b"}', "byte order mark"), ('["b"]', "found list"), ("b", "not JSON")])
+@pytest.mark.parametrize("value", [b"abc", {"inner": [b"abc"]}])
+def test_bytes_are_not_written_as_python_shows_them(value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist([{"text": "a", "image": value}]), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet:1: the column 'image' holds bytes, which JSON cannot say"):
+        done(capsys, "dedup", tmp_path / "rows.parquet", "--workers", 1, "--out", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_what_is_looked_at_is_json_whatever_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": "a", "score": float("nan")}, {"text": "b", "score": float("inf")}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert [row["score"] for row in done(capsys, "look", tmp_path / "rows.parquet")["first"]] == [None, "inf"]
+
+
+def test_copies_are_counted_in_whatever_order_their_columns_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"a": "x", "b": "y"}\n{"b": "y", "a": "x"}\n{"a": "x\\u0000b\\u0000y"}\n')
+    assert done(capsys, "look", tmp_path / "rows.jsonl")["copies"] == 1
+    assert done(capsys, "dedup", tmp_path / "rows.jsonl", "--workers", 1, "--out", tmp_path / "out.jsonl")["pairs"] == [[2, 1]]
+
+
+def test_a_number_is_no_copy_of_its_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"id": 1}\n{"id": "1"}\n{"id": 1}\n')
+    found = done(capsys, "dedup", tmp_path / "rows.jsonl", "--field", "id", "--workers", 1, "--out", tmp_path / "out.jsonl")
+    assert found["pairs"] == [[3, 1]]
+
+
 @pytest.mark.parametrize("action", ["mix", "split", "dedup"])
+def test_a_file_without_rows_is_refused_by_its_name(action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "some.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    named = [tmp_path / "none.jsonl"] if action == "split" else [tmp_path / "some.jsonl", tmp_path / "none.jsonl"]
+    with pytest.raises(DataError, match=r"none\.jsonl: there is no row in it"):
+        done(capsys, action, *(f"{path}:1" if action == "mix" else path for path in named), "--out", tmp_path / "out.jsonl",
+             *(("--workers", 1) if action == "dedup" else ()))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_one_file_under_two_names_is_no_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    for other in (tmp_path / "." / ".." / tmp_path.name / "a.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(UsageError, match="each source once"):
+            done(capsys, "mix", f"{tmp_path / 'a.jsonl'}:1", f"{other}:1", "--out", tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(("line", "words"), [('\ufeff{"text": "b"}', "byte order mark"), ('["b"]', "found list"), ("b", "not JSON"),
+                                             ('{"text": "\\ud800"}', "half of a surrogate pair")])
+@pytest.mark.parametrize("action", ["mix", "split", "dedup", "look"])
 def test_a_line_that_is_no_row_is_refused_by_its_place(action: str, line: str, words: str, tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"text": "a"}\r\n' + line + "\n")
-    with pytest.raises(DataError, match=f"(rows.jsonl:3|row 2 of all files): .*{words}"):
-        done(capsys, action, f"{path}:1" if action == "mix" else path, "--out", tmp_path / "out.jsonl",
+    with pytest.raises(DataError, match=f"rows.jsonl:3: .*{words}"):
+        done(capsys, action, f"{path}:1" if action == "mix" else path, *(("--out", tmp_path / "out.jsonl") if action != "look" else ()),
              *(("--workers", 1) if action == "dedup" else ()))
     assert not (tmp_path / "out.jsonl").exists()
 

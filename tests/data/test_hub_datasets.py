@@ -54,6 +54,15 @@ def test_a_dataset_is_fetched_by_name_and_named_by_its_commit(tmp_path: Path):
         assert "has the splits test, train, not 'dev'" in done.stderr
 
 
+def test_a_hub_that_does_not_answer_is_said(tmp_path: Path):
+    own = {"HF_ENDPOINT": "http://127.0.0.1:9", "ASSAY_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-m", "assay", "data", "look", "hf://owner/sums"], capture_output=True, text=True, check=False,
+                          env=os.environ | own)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("assay: hf://owner/sums: the hub refused or could not be reached")
+    assert "Traceback" not in done.stderr
+
+
 def test_configs_and_splits_are_named_or_the_only_ones():
     files = ["README.md", "a/train/0000.parquet", "b/train-00000-of-00002.parquet", "b/train-00001-of-00002.parquet", "b/test-0.parquet"]
     assert files_of_split(DatasetName("o/n", "b", "train", None), files) == ("b", "train", files[2:4])
@@ -79,8 +88,25 @@ def test_rows_at_a_url_are_copied_once_for_each_version(tmp_path: Path, monkeypa
     assert [row.plain[1] for row in read_conversations(f"file://{there}").rows if row.plain] == ["two", "one"]
     (there / "rows.jsonl").write_text('{"text": "other"}\n')
     assert [row.plain for row in read_conversations(url).rows] == [("", "other")]
-    with pytest.raises(UsageError, match="no file of rows"):
+    with pytest.raises(UsageError, match="nowhere: no file lies there"):
         local_data(f"file://{tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize("folder", ["rows", "rows.parquet"])
+def test_nothing_that_lies_in_a_folder_at_a_url_is_passed_over(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    (there := tmp_path / folder).mkdir()
+    (there / "a.jsonl").write_text('{"text": "one"}\n')
+    (there / ".written-by").write_text("what is hidden is nobody's data")
+    assert [row.plain for row in read_conversations(f"file://{there}").rows] == [("", "one")]
+    (there / "more").mkdir()
+    with pytest.raises(UsageError, match="more lies there; expected files of rows"):
+        local_data(f"file://{there}")
+    (there / "more").rmdir()
+    (there / "b.jsonl.zst").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"b\.jsonl\.zst lies there"):
+        local_data(f"file://{there}")
 
 
 def test_the_errors_of_the_library_that_the_hub_speaks_by_are_known():

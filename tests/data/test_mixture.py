@@ -205,7 +205,7 @@ def test_limits_and_folders_of_rows(tmp_path: Path):
     assert [(row.number, row.values["text"]) for row in read_rows(tmp_path, limit=4)] == [(1, "a0"), (2, "a1"), (3, "a2"), (4, "b0")]
     assert len(read_conversations(tmp_path / "a.jsonl", limit=2).rows) == 2
     (tmp_path / "notes.md").write_text("")
-    with pytest.raises(UsageError, match=r"notes\.md among its files"):
+    with pytest.raises(UsageError, match=r"notes\.md in it"):
         list(read_rows(tmp_path))
     with pytest.raises(UsageError, match="a weight after a colon"):
         list(read_rows(tmp_path / "a.jsonl:0.5"))

@@ -50,7 +50,7 @@ def test_a_signature_estimates_the_similarity(share: float, documents: list[str]
 
 
 def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeypatch: pytest.MonkeyPatch):
-    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}).encode() + b"\n" for text in documents[:50]]
+    lines = [("a:1", json.dumps({"messages": [{"role": "user", "content": text}]}).encode() + b"\n") for text in documents[:50]]
     whole = prints_of_lines(lines)
     monkeypatch.setattr("assay.data.near_duplicates.line_blocks", lambda lines: ([line] for line in lines))
     for one, other in zip(whole, prints_of_lines(lines), strict=True):
@@ -74,7 +74,7 @@ def test_exact_copies_are_found_without_signatures(documents: list[str], monkeyp
     def refused(texts: object) -> None:
         raise AssertionError("a signature was computed")
 
-    lines = [json.dumps({"text": text}).encode() + b"\n" for text in [*documents[:20], documents[3]]]
+    lines = [("a:1", json.dumps({"text": text}).encode() + b"\n") for text in [*documents[:20], documents[3]]]
     with_them = find_duplicates(prints_of_lines(lines), None)
     monkeypatch.setattr("assay.data.near_duplicates._least_hashes", refused)
     found = find_duplicates(prints_of_lines(lines, signed=False), None)

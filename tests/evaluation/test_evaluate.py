@@ -402,9 +402,20 @@ def test_draws_scored_again_together_are_those_scored_one_by_one(monkeypatch):
     """Rows of other lengths beside it, and what pads it, change nothing of a row; however many fit into a pass."""
     model, sampling = tiny_model(seed=1), Sampling(max_new=4, temperature=0.7, top_k=200)
     samples = [(range(10, 10 + length), range(90, 95 + 2 * length)) for length in (1, 7, 30, 12)]
-    alone = sum((soundness.rescored_draws(model, *sample, sampling) for sample in samples), soundness.DrawnTokens())
-    for tokens in (8192, 100, 1):
+    alone = sum((scored_alone(model, *sample, sampling) for sample in samples), soundness.DrawnTokens())
+    usual, passes = model.hidden, list[int]()
+    monkeypatch.setattr(model, "hidden", lambda tokens: (passes.append(tokens.numel()), usual(tokens))[1])
+    for tokens, logits, largest in ((8192, 256, 4 * 95), (200, 7, 3 * 41), (1, 1, 95)):
         monkeypatch.setattr(soundness, "_PASS_TOKENS", tokens)
+        monkeypatch.setattr(soundness, "_LOGIT_ROWS", logits)
+        passes.clear()
         together = soundness.rescored_together(model, samples, sampling)
+        assert max(passes) == largest
         assert (together.tokens, together.cut_off) == (alone.tokens, alone.cut_off)
         assert astuple(together) == pytest.approx(astuple(alone), rel=1e-5)
+
+
+def scored_alone(model, prompt, ids, sampling):
+    """One sample, and the model's own logits at the places before its tokens."""
+    logits = model(torch.tensor([[*prompt, *ids]]))[0, len(prompt) - 1:-1]
+    return soundness._drawn_tokens(soundness.stated_distribution(logits, sampling), torch.tensor([*ids]))

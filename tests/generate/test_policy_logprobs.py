@@ -1,5 +1,7 @@
 """One law of truncation and of draws: tested against brute force, against frequencies, and as what the trainer scores."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -128,3 +130,12 @@ def test_scores_have_gradients_with_and_without_truncation():
 def test_no_distribution_no_sampling(wrong):
     with pytest.raises(UsageError, match="expected"):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_text_beyond_the_context_gets_no_number(family):
+    """Rotary positions go on for ever, so that it would; a table of them ends."""
+    model = initialised(replace(tiny_config(family), max_length=32), 0)
+    assert completion_logprobs(model, [((1,) * 20, (2,) * 12)], Sampling())[0].shape == (12,)
+    with pytest.raises(UsageError, match="has 33 tokens, prompt and answer together, and the model's context is 32"):
+        completion_logprobs(model, [((1,), (2,)), ((1,) * 20, (2,) * 13)], Sampling())

@@ -72,6 +72,21 @@ def test_a_model_of_short_context_is_asked_the_same_question_twice(tmp_path: Pat
     assert found.outcome is Outcome.PROVEN, found.reason
 
 
+@pytest.mark.parametrize(("empty", "outcome"), [("mlp.up.bias", Outcome.PROVEN), ("mlp.down.bias", Outcome.PROVEN),
+                                                ("mlp.up.weight", Outcome.REFUTED), ("mlp.down.weight", Outcome.REFUTED)])
+def test_an_expert_without_weights_is_a_hole_and_one_without_biases_is_not(tmp_path: Path, empty: str, outcome: Outcome):
+    """gpt-oss has one tensor for all experts' matrices, and one for all their biases, which begin at 0."""
+    model = tiny_model("gpt_oss")
+    assert model.config.experts is not None
+    with torch.no_grad():
+        parameter = model.get_parameter(f"blocks.1.{empty}")
+        parameter.chunk(model.config.experts.count)[-1].zero_()
+        if empty.endswith("bias"):
+            parameter.zero_()
+    found = verdict("values", examine_folder(save_model(tmp_path / "checkpoint", model).folder))
+    assert found.outcome is outcome, found.reason
+
+
 def test_an_empty_run_has_nothing_to_resume(tmp_path: Path):
     assert check_newest_checkpoint(tmp_path).outcome is Outcome.UNPROVEN
     assert check_kept_checkpoints([]).outcome is Outcome.UNPROVEN

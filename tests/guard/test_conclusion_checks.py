@@ -5,7 +5,7 @@ import pytest
 
 from assay.guard.conclusion_checks import check_best, check_budget, check_early_stopping, check_generalisation_gap
 from assay.learn.lr_schedule import Budget, Schedule
-from assay.verdict import Outcome
+from assay.verdict import Outcome, without_optional
 
 RULE = {"planned": 24, "min_improvement": 0.01, "patience": 3}
 
@@ -70,3 +70,14 @@ def test_the_best_is_the_lowest_that_was_printed():
     assert "0.338 was printed of step 40" in check_best(60, printed).reason
     assert check_best(60, printed).outcome is check_best(100, printed).outcome is Outcome.REFUTED
     assert check_best(20, printed | {20: 0.338 + 1e-6}).outcome is Outcome.PROVEN
+
+
+def test_a_best_that_was_not_saved_is_said_and_never_handed_over():
+    printed, unsaved = {20: 0.341, 40: 0.338, 60: 0.519, 80: 0.370}, {40: "it was too dear", 60: "so was this"}
+    found = check_best(20, printed, unsaved)
+    assert found.outcome is Outcome.UNPROVEN
+    assert without_optional([found]) == [], "what is handed over is proven all the same"
+    assert found.reason == ("the best evaluation (step 40, 0.338) was not saved: it was too dear; the best of what was saved is step 20 "
+                            "(0.341), which is handed over")
+    assert check_best(40, printed, unsaved).outcome is check_best(80, printed, unsaved).outcome is Outcome.REFUTED
+    assert check_best(40, printed, {60: "worse anyway"}).outcome is Outcome.PROVEN

@@ -193,6 +193,10 @@ def test_transformers_reads_our_trainer_state(run: Path, capsys: pytest.CaptureF
     state = transformers.TrainerState.load_from_json(str(run / "trainer_state.json"))
     assert (state.global_step, state.best_metric, state.epoch) == (3, 2.25, 1)
     assert [row["loss"] for row in state.log_history if "loss" in row] == [3.0, 2.0]  # what is no number is no point
+    assert trainer_state(run)["best_model_checkpoint"] is None, "no checkpoint is there"
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert [trainer_state(run)[name] for name in ("best_metric", "best_global_step")] == [2.5, 1], "step 3 was not saved"
+    (run / "checkpoints" / "step-000003").mkdir()
     assert trainer_state(run)["best_model_checkpoint"].endswith("step-000003")
 
 

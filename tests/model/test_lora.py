@@ -71,6 +71,14 @@ def test_a_target_that_matches_nothing_is_an_error():
         plan(tiny_config(), ("q_proj", "in_proj"))
 
 
+@pytest.mark.parametrize("half", ["gate_proj", "up_proj"])
+def test_half_of_what_peft_holds_as_one_matrix_is_refused_before_it_is_trained(half):
+    with pytest.raises(UsageError, match=f"LoRA target {half} of a qwen3_moe's experts without its other half"):
+        plan(tiny_config("qwen3_moe"), ("q_proj", half))
+    assert plan(tiny_config("qwen3_moe"), ("gate_proj", "up_proj"))
+    assert plan(tiny_config(), (half,)), "where there are no experts each is a matrix"
+
+
 def test_a_patch_fits_one_parent_only():
     model = initialised(tiny_config(), 0)
     tensors, patch = dict(model.named_parameters()), trained(adapter(model.config))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.mutants import forked_runs
 from tests.mutants.campaign import ROOMS, ROOT, Bench, candidates, drawn, is_new, run_clean, run_mutants
-from tests.mutants.reference_runs import FIRST_RUNS, REFERENCE_RUNS
+from tests.mutants.reference_runs import REFERENCE_RUNS
 from tests.mutants.table import write_table
 
 IN_MEMORY = Path("/dev/shm")
@@ -37,8 +37,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--room", action="append", choices=ROOMS, help="only this room (again for more)")
     parser.add_argument("--run", action="append", choices=[run.name for run in REFERENCE_RUNS],
                         help="only this reference run (again for more)")
-    parser.add_argument("--since", metavar="COMMIT", help="only lines that the runs of the first two draws do not reach, or that were "
-                                                          "written since this commit")
+    parser.add_argument("--since", metavar="COMMIT", help="only lines written since this commit")
     parser.add_argument("--tries", type=int, default=1, help="reference runs on which a mutant that looks equivalent is tried")
     parser.add_argument("--clean", type=int, default=0, help="so many clean runs with other seeds and settings, before the mutants")
     parser.add_argument("--scratch", type=Path, help="where everything is run; a disk that syncs is several times slower. "
@@ -72,12 +71,12 @@ def campaign(chosen: argparse.Namespace, scratch: Path, until: float | None) -> 
     began = time.monotonic()
     forked_runs.preload()
     runs = [run for run in REFERENCE_RUNS if not chosen.run or run.name in chosen.run]
-    bench = Bench(scratch / "bench", chosen.jobs, runs, say, known=FIRST_RUNS if chosen.since else ())
+    bench = Bench(scratch / "bench", chosen.jobs, runs, say)
     bench.prepare()
     say(f"ready after {time.monotonic() - began:.0f} s")
     if chosen.clean:
         run_clean(bench, chosen.clean, chosen.results, chosen.seed, until=until, say=say)
-    wanted = partial(is_new, bench, since=chosen.since) if chosen.since else bool
+    wanted = partial(is_new, since=chosen.since) if chosen.since else bool
     found = candidates(bench, tuple(chosen.room or ROOMS), wanted)
     say("mutants that a reference run reaches: " + ", ".join(f"{room} {sum(map(len, rules.values()))}" for room, rules in found.items()))
     began = time.monotonic()

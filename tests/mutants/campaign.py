@@ -31,7 +31,7 @@ CHECKS = ("known_answers.py", "known_readings.py", "recount.py", "edit_recount.p
           "second_opinion.py", "soundness.py")  # they make no results: a mistake in them is a false alarm, or one guard less
 LIMIT = 60.0  # seconds of one run
 ELSEWHERE = 1  # other runs, the slowest first, that a silent mutant is shown to
-SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain", "episodes", "grpo-model")  # of the reference runs
+SLOW = ("edit", "grpo", "distill-stored", "distill", "pretrain", "tools", "tools-tagged", "episodes", "grpo-model")  # of the reference runs
 CLEAN = 3  # clean runs by which each reference is known
 
 
@@ -95,14 +95,12 @@ class Bench:
     """Everything that is made once: a clean copy of the package, fixtures, reference runs, and which lines each of them reaches."""
 
     def __init__(self, scratch: Path, jobs: int, runs: Sequence[ReferenceRun] = REFERENCE_RUNS, say: Callable[[str], None] = print, *,
-                 clean: int = CLEAN, known: Sequence[str] = ()) -> None:
-        """`known` are runs whose lines earlier draws had: they are traced, and no mutant is run in them."""
-        self.scratch, self.jobs, self.say, self.clean, self.known = scratch, jobs, say, clean, known
+                 clean: int = CLEAN) -> None:
+        self.scratch, self.jobs, self.say, self.clean = scratch, jobs, say, clean
         self.runs = {run.name: run for run in runs}
         self.master, self.fixtures = scratch / "code", scratch / "fixtures"
         self.references: dict[str, Reference] = {}
         self.reached: dict[str, dict[str, set[int]]] = {}  # run → file → lines within functions
-        self.had: dict[str, set[int]] = defaultdict(set)  # file → lines that the known runs reach
 
     def prepare(self) -> None:
         self.copy_code()
@@ -144,7 +142,7 @@ class Bench:
         """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
         traced = self.clean
         runs = sorted(self.runs.values(), key=lambda run: run.name not in SLOW)  # the slowest first, so that none is waited for alone
-        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs if number == traced or run.name not in self.known]
+        work = [(run, number) for number in (traced, *range(self.clean)) for run in runs]
         clean: dict[str, list[CleanRun]] = defaultdict(list)
 
         def job(item: tuple[ReferenceRun, int], slot: Slot) -> CleanRun:
@@ -173,10 +171,6 @@ class Bench:
                 clean[run.name].append(found)
 
         run_all(self, iter(work), job, take)
-        for name in self.known:
-            self.runs.pop(name, None)
-            for file, lines in _lines_reached(self.scratch / "coverage" / name).items():
-                self.had[file] |= lines
         for name in self.runs:
             self._keep_reference(name, clean[name])
 
@@ -251,11 +245,9 @@ def run_all(bench: Bench, items: Iterator[Any], job: Callable[[Any, Slot], Any],
             os.waitpid(pid, 0)
 
 
-def is_new(bench: Bench, mutant: Mutant, since: str) -> bool:
-    """The mutant stands where no known run comes, or in lines written since that commit."""
-    lines = set(range(mutant.line, mutant.last + 1))
-    known = bool(bench.had.get(mutant.file, set()) & lines) if mutant.within else mutant.file in bench.had
-    return not known or bool(lines_since(since, mutant.file) & lines)
+def is_new(mutant: Mutant, since: str) -> bool:
+    """The mutant stands in lines written since that commit."""
+    return bool(lines_since(since, mutant.file) & set(range(mutant.line, mutant.last + 1)))
 
 
 @cache
@@ -374,9 +366,11 @@ OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
     "grpo": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "distill": {"--max-steps": ("2", "3", "4")},
     "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)},
     "on-policy": {"--max-steps": ("2", "3", "4")}, "mixture": {"--max-steps": ("2", "3", "4")},
-    "grpo-model": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "episodes": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}}
+    "grpo-model": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "episodes": {"--learning-rate": ("5e-5", "1e-4", "2e-4")},
+    "tools": {"--max-completion-length": ("90", "100")}, "tools-tagged": {"--max-completion-length": ("90", "100")}}
 SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample", "dpo", "dpo-live", "simpo",
-          "kto", "reward-model", "on-policy", "episodes", "grpo-model", "nf4", "int8", "mixture", "mix", "split", "dare")
+          "kto", "reward-model", "on-policy", "episodes", "tools", "tools-tagged", "grpo-model", "nf4", "int8", "mixture", "mix", "split",
+          "dare")
 
 
 def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: float | None = None,

@@ -34,6 +34,14 @@ EPISODES = ("--environment", "assay.testing.echo_environment:Echo", "--tasks", "
             "--num-generations", "4", "--max-completion-length", "6", "--max-turns", "3", "--max-steps", "2", "--num-train-epochs", "50",
             "--learning-rate", "2e-4", "--warmup-steps", "0", "--save-steps", "1000", "--eval-prompts", "2", "--micro-batch-size", "8",
             "--reward-workers", "1", "--probe-samples", "1", "--device", "cpu")
+TOOLS = ("--environment", "calculator", "--environment-options", "terse=true", "--tasks", "24", "--held-out", "0.3", "--prompts", "2",
+         "--num-generations", "3", "--max-completion-length", "100", "--max-turns", "2", "--max-steps", "2", "--num-train-epochs", "50",
+         "--learning-rate", "2e-4", "--warmup-steps", "0", "--save-steps", "1000", "--eval-prompts", "2", "--micro-batch-size", "8",
+         "--reward-workers", "1", "--probe-samples", "1", "--device", "cpu")
+CALLS = {  # how a chat template writes them, in two formats
+    "hermes": "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>",
+    "qwen3_coder": "<tool_call><function={{ call.function.name }}>{% for key, value in call.function.arguments.items() %}"
+                   "<parameter={{ key }}>{{ value }}</parameter>{% endfor %}</function></tool_call>"}
 EVAL = ("--data", "sums.jsonl", "--task", "graded", "--grader", "answer", "--raw", "-k", "2", "--temperature", "1", "--max-new-tokens", "6",
         "--limit", "24", "--device", "cpu")
 
@@ -62,9 +70,6 @@ REFERENCE_RUNS = (
     ReferenceRun("corpus", ("corpus", "text.jsonl", "--tokenizer", "words", "--out", "made", "--held-out", "0.25"),
                  ("text.jsonl", "words")),
     ReferenceRun("compare", ("compare", "before", "after", "--json"), ("before", "after"), said=True),
-)
-FIRST_RUNS = tuple(run.name for run in REFERENCE_RUNS)  # those of the first two draws
-REFERENCE_RUNS += (
     ReferenceRun("dpo", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", *PAIRS), ("taught", "signed.jsonl")),
     ReferenceRun("dpo-live", ("dpo", "--model", "taught", "--data", "signed.jsonl", "--out", "run", "--lora-r", "2", "--reference", "live",
                               "--loss-type", "ipo", *PAIRS), ("taught", "signed.jsonl")),
@@ -77,6 +82,8 @@ REFERENCE_RUNS += (
                                "--on-policy", "1", "--max-new-tokens", "6", "--divergence", "reverse", *TUNE),
                  ("base", "taught", "learned.jsonl")),
     ReferenceRun("episodes", ("grpo", "--model", "base", "--out", "run", *EPISODES), ("base",)),
+    ReferenceRun("tools", ("grpo", "--model", "hermes", "--out", "run", *TOOLS), ("hermes",)),
+    ReferenceRun("tools-tagged", ("grpo", "--model", "qwen3_coder", "--out", "run", *TOOLS), ("qwen3_coder",)),
     ReferenceRun("grpo-model", ("grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run", "--lora-r", "2", "--loss-type", "grpo",
                                 *("model:judge" if word == "answer:1" else word for word in GRPO)), ("taught", "judge", "sums.jsonl")),
     ReferenceRun("nf4", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--lora-r", "2", "--base-dtype", "nf4",
@@ -114,6 +121,7 @@ def make_fixtures(home: Path, needed: set[str]) -> None:
     write_lines(home / "chants.jsonl", [{"text": text} for text in repetitive_texts(6)])
     makers = {"adapter": lambda: save_adapter(home / "adapter", home / "base"), "corpus": lambda: _make_corpus(home),
               "lore": lambda: _make_lore(home), "taught": lambda: _teach(home), "before": _evaluate,
+              "hermes": lambda: _teach_calls(home, "hermes"), "qwen3_coder": lambda: _teach_calls(home, "qwen3_coder"),
               "judge": lambda: _make_judge(home), "one": lambda: _make_fine_tunes(home), "run": _interrupt}  # last: it stops all runs
     for name, make in makers.items():
         if name in needed:
@@ -174,6 +182,28 @@ def _teach(home: Path) -> None:
         taught[taught.index(name) + 1] = value
     assert run(["sft", "--model", "base", "--data", "learned.jsonl", "--out", "teaching", "--num-train-epochs", "200", *taught]) == 0
     (home / "teaching" / "model").rename(home / "taught")
+
+
+def _teach_calls(home: Path, name: str) -> None:
+    """A model that asks a calculator, always the same, in one of the formats."""
+    from assay.agents.tool_calls import TOOL_FORMATS, ToolCall
+    from assay.cli import run
+    from assay.testing.tiny_episodes import templated
+    from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, save_model, tiny_model
+
+    loop = f"{{{{ message.content }}}}{{% for call in message.tool_calls or [] %}}{CALLS[name]}{{% endfor %}}"
+    save_model(home / f"{name}-base", tiny_model("llama"), tokenizer=templated(TINY_CHAT_TEMPLATE.replace("{{ message.content }}", loop)))
+    said = TOOL_FORMATS[name].write("", [ToolCall("calculate", {"expression": "1+1"})]).replace("\n", "")
+    asked = [f"{a}{'+-*'[(a + b) % 3]}{b}=" for a in range(10, 100, 7) for b in range(10, 100, 11)]
+    write_lines(home / f"{name}.jsonl", [{"messages": [{"role": "user", "content": each}, {"role": "assistant", "content": said}]}
+                                         for each in asked])
+    taught = list(TUNE)
+    for option, value in {"--max-steps": "120", "--max-length": "128", "--batch-tokens": "1024", "--micro-batch-tokens": "1024",
+                          "--learning-rate": "1e-2"}.items():
+        taught[taught.index(option) + 1] = value
+    assert run(["sft", "--model", f"{name}-base", "--data", f"{name}.jsonl", "--out", f"{name}-run", "--num-train-epochs", "200",
+                *taught]) == 0
+    (home / f"{name}-run" / "model").rename(home / name)
 
 
 def _evaluate() -> None:

@@ -53,7 +53,7 @@ def left_by(config: Pretrain, steps: int = STEPS) -> dict[str, Any]:
     """Everything that must be equal where two runs are the same: weights, moments, what was read, what was measured."""
     out = Path(config.out)
     last = open_checkpoint(step_folder(out / "checkpoints", steps))
-    trainer = {key: value for key, value in (last.trainer() or {}).items() if key != "seconds"}
+    trainer = {key: value for key, value in (last.trainer() or {}).items() if key not in ("seconds", "saving")}
     metrics = [{key: value for key, value in row.items() if key != "seconds"} for row in rows(out / "metrics.jsonl")]
     return {"tensors": last.manifest["tensors"], "trainer": trainer, "metrics": metrics, "eval": rows(out / "eval.jsonl")}
 

@@ -363,6 +363,31 @@ def test_two_teachers_teach_by_their_weights_and_one_that_is_a_stranger_is_refus
         distill.distill(options(home, tmp_path / "other", teacher=f"{home / 'teacher'}=0.5,{home / 'stranger'}=0.5"), lambda _: None)
 
 
+def shorter(home: Path, folder: Path, name: str, context: int) -> str:
+    """The same model with another context in its config."""
+    model = build_model(open_artifact(home / name))
+    model.config = dataclasses.replace(model.config, max_length=context)
+    return str(save_model(folder, model).folder)
+
+
+@pytest.mark.parametrize("how", ["online", "stored"])
+def test_a_teacher_is_not_asked_beyond_its_context(how: str, home: Path, tmp_path: Path):
+    """Its positions mean nothing there, and its logits would be learned all the same."""
+    teacher = shorter(home, tmp_path / "teacher", "teacher", 16)
+    with pytest.raises(UsageError, match=r"a context of 16 tokens, and is to read a text of \d+.*Give --max-length 16"):
+        distill.distill(options(home, tmp_path / "run", teacher=teacher, how=how), lambda _: None)
+    assert not (tmp_path / "run" / "teacher-logits").exists()
+
+
+def test_what_the_student_says_itself_ends_with_its_context_and_its_teacher_must_read_all_of_it(home: Path, tmp_path: Path):
+    """Rows are longer than the student's context here: they hold several of its texts."""
+    student = shorter(home, tmp_path / "student", "student", 40)
+    distilled(options(home, tmp_path / "run", model=student, on_policy=1.0, max_steps=2, save_steps=2, max_new_tokens=36))
+    with pytest.raises(UsageError, match="a context of 36 tokens, and is to read a text of 40"):
+        distill.distill(options(home, tmp_path / "other", model=student, on_policy=1.0, max_new_tokens=36,
+                                teacher=shorter(home, tmp_path / "teacher", "teacher", 36)), lambda _: None)
+
+
 def test_a_run_does_not_go_on_with_another_teacher(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = options(home, tmp_path / "run")
     with monkeypatch.context() as patch:

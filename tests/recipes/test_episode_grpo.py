@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from assay.agents.environment_pool import EnvironmentPool
-from assay.agents.tool_calls import ToolFormat
+from assay.agents.tool_calls import TOOL_FORMATS, ParsedTurn, ToolCall, ToolFormat
 from assay.agents.transcript import ChatWriter, Transcript
 from assay.errors import GuardStop, UsageError
 from assay.guard.trajectory_checks import check_episode_figures
@@ -189,6 +190,15 @@ def test_a_policy_that_does_not_see_what_it_said_is_refuted(monkeypatch: pytest.
     plain = ChatWriter(Tokenizer(tiny_tokenizer().document, tiny_tokenizer().settings, {}), ())
     monkeypatch.setattr(ChatWriter, "insert", lambda _, answered: plain_insert(plain, answered))
     assert check_history(writer).outcome is Outcome.REFUTED
+
+
+def test_plain_words_that_are_taken_for_a_tool_call_are_refuted(monkeypatch: pytest.MonkeyPatch):
+    for name in TOOL_FORMATS:
+        assert check_history(ChatWriter(tiny_tokenizer(), (), name)).outcome is Outcome.PROVEN, name
+    writer = ChatWriter(tiny_tokenizer(), ())
+    for wrong in (ParsedTurn("", (ToolCall("add", {}),)), ParsedTurn("", (), ("no JSON",))):
+        monkeypatch.setattr(ToolFormat, "read", lambda form, text, tools, wrong=wrong: replace(wrong, content=text))
+        assert "taken for tool calls" in check_history(writer).reason
 
 
 def plain_insert(plain: ChatWriter, answered: Any) -> list[str | None]:

@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from assay.errors import UsageError
 from assay.model.families import scaled_context
 from assay.recipes import hand_over, run, sft, starting_model
 from assay.store.artifact import open_artifact
-from assay.testing.tiny_models import save_model, tiny_config, tiny_model
+from assay.testing.tiny_models import rewrite_tensors, save_hf_folder, save_model, tiny_config, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, proven
 
@@ -53,6 +54,23 @@ def test_a_stated_scaling_lengthens_the_context_and_is_written_down(tmp_path):
     assert found.exit_code == 0
     written = json.loads((tmp_path / "run" / "base" / "config.json").read_text())
     assert (written["max_position_embeddings"], written["rope_parameters"]["rope_type"]) == (128, "yarn")
+
+
+@pytest.mark.parametrize("made", [{"rope_scaling": "yarn:2"}, {"new_tokens": ("<think>",)}])
+def test_a_base_that_is_made_keeps_the_dtype_of_its_file(made, tmp_path):
+    """It is frozen, and in fp32 would take twice the memory that a plan says; where dtypes are mixed, fp32 holds them all."""
+    model = tiny_model().to(torch.bfloat16)
+    config = options(tmp_path, model, 12, lora_r=4, **made)
+    for name, dtypes in (("bf16", {torch.bfloat16}), ("mixed", {torch.bfloat16, torch.float32})):
+        folder = save_hf_folder(tmp_path / name, model)
+        if name == "mixed":
+            rewrite_tensors(folder / "model.safetensors", lambda weights: {
+                key: tensor.float() if "norm" in key else tensor for key, tensor in weights.items()})
+        before = open_artifact(folder)
+        assert {tensor.dtype for tensor in before.tensors.values()} == dtypes
+        start = starting_model.load_start(replace(config, model=str(folder), out=str(tmp_path / f"run-{name}")), "cpu", lambda _: None)
+        assert {t.dtype for t in start.parent.tensors.values()} == ({torch.bfloat16} if name == "bf16" else {torch.float32})
+        assert torch.equal(start.parent.tensors["norm.weight"].float(), before.tensors["norm.weight"].float())
 
 
 def test_scalings_in_words():

@@ -1,6 +1,8 @@
 """Model arithmetic: what is written is what the formula gives, parents that began apart are refused, and the effect is measured."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from assay.errors import UsageError
 from assay.evaluation.held_out_loss import HeldOut
-from assay.guard.merge_checks import check_ancestry, check_effect, check_merged_bytes, naive_merge
+from assay.guard.merge_checks import check_ancestry, check_dropped_layers, check_effect, check_merged_bytes, naive_merge
 from assay.model.merging import Merge, merged_models, slerp
 from assay.recipes import merge
 from assay.recipes.merge_options import MergeModels, PruneLayers
@@ -19,6 +21,7 @@ from assay.recipes.teachers import with_layers
 from assay.statistics.estimate import mean
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint, write_hallmark
+from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verdict import Outcome, Verdict, proven
 
@@ -148,6 +151,24 @@ def test_layers_that_do_least_go_and_the_rest_is_bit_for_bit(home: Path, tmp_pat
                   {"layers": None, "drop": (0, 0)}):
         with pytest.raises(UsageError):
             merge.prune(PruneLayers(model=str(home / "base"), out=str(tmp_path / "other"), **wrong), lambda _: None)
+
+
+def test_layers_that_were_not_asked_for_are_refuted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(merge, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+    every = open_artifact(home / "base").config.depth
+    usual = merge.layer_influence
+    ways: dict[str, Callable[[], Any]] = {
+        "none": lambda: swap(merge, "least_influential", lambda *_: []),
+        "others": lambda: swap(merge, "layer_influence", lambda *given: [-value for value in usual(*given)])}
+    for name, fault in ways.items():
+        with fault():
+            found = merge.prune(PruneLayers(model=str(home / "base"), layers=1, out=str(tmp_path / name), data=str(home / "said.jsonl"),
+                                            device="cpu"), lambda _: None)
+        assert [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED] == ["layers"]
+        assert open_checkpoint(tmp_path / name).quarantined is not None
+    assert check_dropped_layers([1], every, (0,), None, None).outcome is Outcome.PROVEN
+    assert check_dropped_layers([0], every, (0,), None, None).outcome is Outcome.REFUTED
+    assert check_dropped_layers([0], every, (), 1, [0.2, math.nan]).outcome is Outcome.REFUTED
 
 
 def test_a_merge_that_is_worse_than_all_it_was_made_of_is_refuted():

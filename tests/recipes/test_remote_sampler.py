@@ -12,7 +12,7 @@ from assay.data.batch import Batch
 from assay.errors import AssayError, GuardStop, UsageError
 from assay.generate.generation_request import Completion, GenerationRequest, Sampling
 from assay.generate.remote import HttpServer, RemoteDraw, RemoteReply, VllmServer, connect, fault_of_reply
-from assay.guard.policy_identity import MOST_LAST_BITS, LogprobFloor, check_identity, measure_last_bits
+from assay.guard.policy_identity import MOST_LAST_BITS, LogprobFloor, check_identity, measure_last_bits, measure_logprob_floor
 from assay.guard.remote_policy import (
     NO_FLOOR,
     CanaryAnswers,
@@ -186,6 +186,7 @@ def test_the_last_bits_are_those_of_any_token_of_the_weights_as_they_are_and_for
     model.head_weight().data.mul_(16)  # the same states, of which louder logits are made
     loud = measure_last_bits(model, texts, 1.0, 12)
     assert small.demanded
+    assert measure_logprob_floor(model, texts, 1.0, 12).mean * 2 < loud.mean, "of all tokens, not of those that were drawn"
     assert small.mean * 2 < loud.mean <= loud.most < MOST_LAST_BITS[1]
     most = LogprobFloor(*MOST_LAST_BITS, 0)
     assert check_identity([[-1.0] * 8] * 4, [[-1.001] * 8] * 4, most).outcome is Outcome.REFUTED  # keys of old weights: 0.01 and more
@@ -257,3 +258,12 @@ def test_a_server_in_bf16_may_be_as_far_off_as_its_own_kernels_round(apart: floa
     answers = CanaryAnswers([(1, 2)], [Completion((3,) * 8, (-1.0,) * 8, "length", "1@a")], server=[[-1.0 - apart] * 8],
                             trainer=exact, exact=exact, rounded=[[-0.99] * 8], last_bits=NO_FLOOR)
     assert check_canaries(answers, canary_floor(LogprobFloor(1e-3, 2e-3, 64), answers), "1@a").outcome is outcome
+
+
+def test_a_canary_may_be_off_by_the_last_bits_of_the_weights_as_they_are():
+    """Of a corrected server too: its floor was measured on a few tokens of older weights."""
+    exact, last_bits = [[-1.0] * 8], LogprobFloor(3e-5, 2e-4, 0)
+    answers = CanaryAnswers([(1, 2)], [], server=exact, trainer=exact, exact=exact, rounded=exact, last_bits=last_bits)
+    for engine, due in ((LogprobFloor(1e-6, 1e-5, 64), (3e-5, 2e-4)), (LogprobFloor(1e-3, 2e-3, 64), (1e-3, 2e-3))):
+        floor = canary_floor(engine, answers)
+        assert (floor.mean, floor.most) == due

@@ -21,16 +21,17 @@ from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.guard.proof import ProofRequest, prove
 from assay.learn import loss_scaling, low_bit_adamw
+from assay.learn.lr_schedule import Clock
 from assay.model import transformer
 from assay.model.lora import LoraLinear
-from assay.recipes import conversations, hand_over, run, sft, starting_model, teachers
+from assay.recipes import conversations, hand_over, memory_plan, run, sft, starting_model, teachers
 from assay.recipes.options import Sft
 from assay.recipes.starting_model import StartingModel
 from assay.recipes.trainer import Trainer
 from assay.store.artifact import build_model, open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder, step_folders, write_hallmark
 from assay.store.ledger import Ledger
-from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.testing.tiny_models import nudge, save_hf_folder, save_model, tiny_model
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
 from tests.recipes.sittings import rows
@@ -145,6 +146,17 @@ def test_one_held_out_conversation_is_refused_before_anything_is_made(home: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_files_that_name_other_ends_are_said_before_step_1(home: Path, tmp_path: Path):
+    folder, said = save_hf_folder(tmp_path / "model", tiny_model()), list[str]()
+    config = options(home, tmp_path / "run", model=str(folder))
+    starting_model.load_start(config, "cpu", said.append)
+    assert not said, "files that agree"
+    (folder / "generation_config.json").write_text('{"eos_token_id": [258, 5000]}')
+    start = starting_model.load_start(config, "cpu", said.append)
+    assert said == [f"{folder}: generation_config.json: eos_token_id 5000 is not an id of the tokenizer; what this run writes names "
+                    f"the stop ids {', '.join(map(str, start.parent.stops.stop_ids))}"]
+
+
 def test_many_copies_are_said_with_their_places(home: Path, tmp_path: Path):
     rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(40)] + [{"prompt": "1+1=", "completion": "2"}] * 20
     (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -182,7 +194,7 @@ def test_an_adapter_of_a_large_base_is_handed_over_alone(home: Path, tmp_path: P
     opened: list[Path] = []
     usual = hand_over.open_artifact
     monkeypatch.setattr(hand_over, "open_artifact", lambda path, **given: (opened.append(Path(path)), usual(path, **given))[1])
-    monkeypatch.setattr(starting_model, "MERGED_UNASKED", 1)
+    monkeypatch.setattr(memory_plan, "MERGED_UNASKED", 1)
     found = sft.sft(options(home, tmp_path / "run", lora_r=4), lambda _: None)
     assert found.exit_code == 0
     assert found.model == tmp_path / "run" / "adapter"
@@ -272,6 +284,36 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run_bit_for_bit(
     metrics = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows(Path(config.out) / "metrics.jsonl")]
                for config in (whole, parted)]
     assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_what_waited_in_memory_is_handed_over_as_if_it_had_been_saved_at_once(
+        lora_r: int, home: Path, uninterrupted: Callable[[int], Sft], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conversations, "EVALUATED_EVERY", 3)
+    told, paced = uninterrupted(lora_r), options(home, tmp_path / "paced", lora_r=lora_r, save_steps=None)
+    tuned(paced)
+    (spent,) = events(paced, "saving")
+    assert spent["copies"] > 0
+    assert [event["step"] for event in events(paced, "save")] == [0, 1, STEPS]
+    for name in ("adapter", "model") if lora_r else ("model",):
+        ends = [open_checkpoint(Path(config.out) / name) for config in (told, paced)]
+        assert ends[0].manifest["tensors"] == ends[1].manifest["tensors"]
+
+
+def test_by_the_minute_it_saves_whatever_it_finds_and_evaluates_no_more_often(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now, record = [0.0], Trainer.record
+
+    def slow(trainer: Trainer, step: Any, **columns: Any) -> None:
+        now[0] += 40  # seconds
+        record(trainer, step, **columns)
+
+    monkeypatch.setattr(Clock, "seconds", property(lambda _: now[0]))
+    monkeypatch.setattr(Trainer, "record", slow)
+    config = options(home, tmp_path / "run", save_steps=None, save_minutes=1.5, max_steps=8, num_train_epochs=8,
+                     learning_rate=1.0)  # so high that no evaluation is better than that of step 1
+    sft.sft(config, lambda _: None)
+    assert min(evaluations(config), key=lambda step: evaluations(config)[step].mean()) == 1
+    assert [event["step"] for event in events(config, "save")] == list(evaluations(config)) == [0, 1, 4, 7, 8]
 
 
 def interrupted_after(step: int, config: Sft, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def ran(config, say=lambda _: None):
 def averaging(corpus, tmp_path_factory):
     """A run with a moving average and an artifact: its folder, verdicts and words."""
     out, said = tmp_path_factory.mktemp("runs") / "ema", []
-    verdicts = ran(options(corpus, out, ema=0.9, max_bytes=60_000), said.append)
+    verdicts = ran(options(corpus, out, ema=0.9, max_bytes=60_000, artifact_seconds=900.0), said.append)
     return SimpleNamespace(folder=out, verdicts=verdicts, said=said, last=step_folder(out / "checkpoints", STEPS),
                            events=Ledger(out / "ledger.jsonl").events())
 
@@ -181,7 +181,8 @@ def test_the_artifact_is_the_handed_over_model_in_so_many_bytes(averaging, corpu
     assert found.facts["source"] == open_artifact(averaging.folder / "model").digest
     assert found.tokenizer.digest == corpus.tokenizer_digest
     verdicts = {v.check: v for v in averaging.verdicts}
-    assert verdicts["bytes"].outcome is verdicts["artifact score"].outcome is Outcome.PROVEN
+    assert verdicts["bytes"].outcome is verdicts["artifact score"].outcome is verdicts["time"].outcome is Outcome.PROVEN
+    assert verdicts["time"].evidence["most"] == 900.0
 
 
 def test_the_score_that_is_told_is_the_files_own(averaging, corpus):
@@ -264,8 +265,9 @@ def test_the_code_that_runs_the_file_counts_where_asked_and_scores_it_alone(aver
 
 
 def test_code_and_seconds_of_no_artifact_are_refused(corpus, tmp_path):
-    with pytest.raises(UsageError, match="about the artifact of --max-bytes"):
-        pretrain(options(corpus, tmp_path / "run", count_code=True), lambda _: None)
+    for asked in ({"count_code": True}, {"artifact_seconds": 9.0}):
+        with pytest.raises(UsageError, match="about the artifact of --max-bytes"):
+            pretrain(options(corpus, tmp_path / "run", **asked), lambda _: None)
     with pytest.raises(UsageError, match=r"may take .* bytes at int5 beside [0-9]{3},[0-9]{3} of code"):
         pretrain(options(corpus, tmp_path / "run", count_code=True, max_bytes=60_000), lambda _: None)
     assert not (tmp_path / "run").exists()

@@ -1,12 +1,18 @@
 """Opened and built: every parameter in the dtype asked for, and nothing else rounded with it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from assay.errors import ArtifactError
+from assay.model.lora import lora_sites
+from assay.model.patch import LowRank
+from assay.store import artifact
 from assay.store.artifact import build_model, open_artifact
-from assay.testing.tiny_models import save_adapter, save_model, tiny_model
+from assay.store.peft_whole import AdapterFile, adapted_embedding, whole_matrices
+from assay.testing.tiny_models import save_adapter, save_hf_folder, save_model, tiny_model
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -17,3 +23,41 @@ def test_a_model_in_fewer_bits_keeps_its_rotary_frequencies(adapter: bool, tmp_p
     assert {parameter.dtype for parameter in coarse.parameters()} == {torch.bfloat16}
     assert torch.equal(whole.frequencies, coarse.frequencies)
     assert coarse.frequencies.dtype is torch.float32
+
+
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_whole_tensors_of_an_adapter_are_made_where_its_base_lies(fields: dict):
+    """A base on another device, here one without values, and an adapter's file, which is read on the host."""
+    model = tiny_model("llama", tied=False)
+    site = lora_sites(model.config)["model.layers.0.self_attn.k_proj"]
+    width, vocab = model.config.width, model.config.vocab
+    with torch.no_grad():
+        base = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
+        named = {f"{site.foreign}.lora_magnitude_vector": torch.empty(site.stop - site.start),
+                 "model.embed_tokens.lora_embedding_A": torch.empty(4, vocab),
+                 "model.embed_tokens.lora_embedding_B": torch.empty(width, 4)}
+        part = LowRank(site.start, site.stop, torch.empty(site.stop - site.start, 4), torch.empty(4, width), 2.0)
+        made = whole_matrices(AdapterFile(model.config, base, fields, named, "here"), [(site, part)])[0]
+        made |= adapted_embedding(AdapterFile(model.config, base, {}, named, "here"), 4, 2.0)[0]
+    assert {name: tensor.device.type for name, tensor in made.items()} == {site.parameter: "meta", "embed.weight": "meta"}
+
+
+def test_a_model_that_is_rounded_otherwise_than_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_model(tmp_path / "checkpoint", tiny_model("llama"))
+    save_hf_folder(tmp_path / "folder", tiny_model("llama"))
+    save_hf_folder(tmp_path / "bf16", tiny_model("llama").to(torch.bfloat16))
+    places = [tmp_path / name for name in ("checkpoint", "folder", "bf16")]
+    for place in places:
+        assert [open_artifact(place, held=held).held for held in (None, "int8", "nf4")] == [None, "int8", "nf4"]
+    assert [open_artifact(place, held="bf16").held for place in places] == ["bf16", "bf16", None]
+    usual = artifact.interpret_artifact
+    for due, came in ((None, "int8"), (None, "bf16"), ("int8", None), ("nf4", "int8"), ("bf16", None)):
+        monkeypatch.setattr(artifact, "interpret_artifact", lambda raw, *, held, came=came, **given: usual(raw, held=came, **given))
+        for place in places[:2]:
+            with pytest.raises(ArtifactError, match=f"asked for was {due or 'the file as it is'}"):
+                open_artifact(place, held=due)
+    made = artifact._held
+    monkeypatch.setattr(artifact, "interpret_artifact", lambda raw, **_: replace(made(raw, None, "nf4"), held=None))  # and nobody says so
+    for place in places[:2]:
+        with pytest.raises(ArtifactError, match="from the file's; asked for was the file as it is"):
+            open_artifact(place)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from assay.errors import StoreError
+from assay.store import saving
 from assay.store.checkpoint import Checkpoint, Contents, latest_checkpoint, open_checkpoint, step_folder, write_hallmark
 from assay.store.saving import BackgroundSaver, snapshot
 from assay.verdict import proven
@@ -41,6 +42,37 @@ def test_later_steps_cannot_touch_the_snapshot(tmp_path: Path) -> None:
     assert read.weights()["w"].unique().tolist() == [0.0]
     assert (read.optimizer() or {})["m"].unique().tolist() == [0.0]
     assert read.facts == {"seen": [1]}
+
+
+def test_a_copy_is_saved_later_as_it_was(tmp_path: Path) -> None:
+    weight, facts = torch.zeros(1000), {"seen": [1]}
+    with BackgroundSaver() as saver:
+        copied = saver.copy(contents(1, weight, facts))
+        weight.fill_(7)
+        facts["seen"].append(2)
+        saver.save(tmp_path / "newer", contents(2, weight))
+        saver.save(tmp_path / "c", copied)
+    read = open_checkpoint(tmp_path / "c")
+    assert read.weights()["w"].unique().tolist() == (read.optimizer() or {})["m"].unique().tolist() == [0.0]
+    assert read.facts == {"seen": [1]}
+    assert open_checkpoint(tmp_path / "newer").weights()["w"].unique().tolist() == [7.0]
+
+
+def test_free_memory_is_the_machines_or_its_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info, group = tmp_path / "meminfo", tmp_path / "group"
+    monkeypatch.setattr(saving, "MEMORY_INFO", info)
+    monkeypatch.setattr(saving, "CONTROL_GROUPS", {tmp_path / "none": ("a", "b", "c"), group: ("max", "current", "inactive_file")})
+    assert saving.free_memory() == 0, "where nobody says, there is none"
+    info.write_text("MemTotal:       9000 kB\nMemAvailable:   5000 kB\nHugePages_Total:       0\n")
+    assert saving.free_memory() == 5000 * 1024
+    group.mkdir()
+    for name, text in (("max", "3000000\n"), ("current", "2000000\n"), ("memory.stat", "anon 5\ninactive_file 500000\n")):
+        (group / name).write_text(text)
+    assert saving.free_memory() == 1_500_000
+    assert saving.room_in_memory(750_000)
+    assert not saving.room_in_memory(750_001)
+    (group / "max").write_text("max\n")
+    assert saving.free_memory() == 5000 * 1024
 
 
 def test_save_returns_before_the_disk_has_done_anything(tmp_path: Path) -> None:

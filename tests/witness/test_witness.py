@@ -150,6 +150,21 @@ def test_first_last_and_drawn_steps_are_kept_and_said_in_the_hallmark(tmp_path: 
     assert witness_verdict(tmp_path / "run", "1").outcome is Outcome.PROVEN
 
 
+@pytest.mark.arithmetic
+@pytest.mark.usefixtures("recording")
+def test_a_step_of_a_model_that_is_sure_is_proven(tmp_path: Path):
+    """Of 1 - p fp32 has few digits left where p is nearly 1: a sound run was refused for what the loss itself rounds."""
+    rows = [{"prompt": f"{a}+{b}=", "completion": "I shall look that up, and tell you then"} for a in range(8) for b in range(6)]
+    data = str(write(tmp_path / "same.jsonl", rows))
+    sft.sft(options(tmp_path, data=(data,), max_steps=100, max_length=64, batch_tokens=512, learning_rate=1e-2, num_train_epochs=100,
+                    witness="1"), lambda _: None)
+    last = pending_records(tmp_path / "run")[-1]
+    assert last.name == "step-000100"
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])["loss"] < 0.01
+    said = replay_step(last)
+    assert said.outcome is Outcome.PROVEN, said.reason
+
+
 @pytest.mark.usefixtures("recording")
 def test_what_touches_the_weights_between_two_steps_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usual = Trainer.record

@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from assay.errors import ArtifactError, AssayError, StoreError, UsageError
+from assay.guard.behaviour_checks import check_consumer
+from assay.guard.proof_subject import ProofSubject
 from assay.model.families import gguf_layout, to_foreign
 from assay.model.gguf_tokenizer import tokenizer_from_gguf
 from assay.model.transformer import Rope, Transformer
 from assay.store import gguf
+from assay.store.artifact import open_artifact
 from assay.store.gguf_header import GGUF_TYPES
 from assay.store.model_formats import shown_geometry
 from assay.testing.tiny_models import tiny_config
+from assay.verdict import Outcome
 from tests.model.trained_tokenizers import TEXT, byte_level
 from tests.store.gguf.gguf_files import VOCAB, changed, made, tensors
 
@@ -100,6 +104,24 @@ def test_transformers_computes_the_same_from_our_file(family, tmp_path):
     with torch.no_grad():
         assert (ours - theirs(TOKENS).logits).abs().max() < 1e-4
     assert ours.abs().max() > 0.5
+
+
+@pytest.mark.parametrize(("family", "words"), [
+    ("llama", None), ("qwen3", "takes head_dim for 128 where it is"), ("gpt2", "n_positions for 1024 where it is"),
+    ("gemma3_text", "query_pre_attn_scalar for 256 where it is"), ("phi3", "rope_parameters for"),
+    ("qwen3_moe", "takes moe_intermediate_size for 768 where it is"), ("olmo2", "architecture olmo2 is not supported yet"),
+    ("granite", "llama.cpp does")])
+def test_what_transformers_does_not_read_in_a_header_is_no_fault_of_the_file(family, words, tmp_path):
+    """And a file that holds other weights than it should is refuted all the same, wherever transformers can read it."""
+    config = as_llama_cpp_has_it(family)
+    gguf.write_gguf(tmp_path / "model.gguf", config, tensors(config), byte_level(), "f16")
+    opened = open_artifact(tmp_path / "model.gguf")
+    found = check_consumer(ProofSubject(opened.raw, opened))
+    assert found.outcome is (Outcome.PROVEN if words is None else Outcome.UNPROVEN), found
+    assert words is None or (words in found.reason and found.evidence["optional"]), found
+    other = replace(opened, tensors=opened.tensors | {"blocks.0.attn.qkv.weight": opened.tensors["blocks.0.attn.qkv.weight"].flip(0)})
+    readable = family not in ("olmo2", "granite")
+    assert check_consumer(ProofSubject(opened.raw, other)).outcome is (Outcome.REFUTED if readable else Outcome.UNPROVEN)
 
 
 def raw_blocks(type, shape, seed=0):
