@@ -14,7 +14,7 @@ USUAL = 32  # readings of undisturbed steps by which others are judged slow
 
 
 class Allowance:
-    """Allowance: a share of the time that may be spent. What is spent is owed, and the time that goes by pays it off, at that share of it: while
+    """A share of the time that may be spent. What is spent is owed, and the time that goes by pays it off, at that share of it: while
     one spends only where nothing is owed, all but the last sum spent lies within the share."""
 
     def __init__(self, share: float, now: Callable[[], float]) -> None:
