@@ -164,7 +164,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
 
 
 def made_base_bytes(model: PlannedModel, work: PlannedWork) -> int:
-    """Of RUN/base, which is as what it is made of."""
+    """Bytes of RUN/base, which is as what it is made of."""
     return model.stored * work.makes_base
 
 

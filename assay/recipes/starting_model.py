@@ -432,7 +432,7 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
 
 
 def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
-    """In the dtype of what was given: what is frozen is held as its file holds it."""
+    """Contents of RUN/base in the dtype of what was given: what is frozen is held as its file holds it."""
     tokenizer, dtype = source.tokenizer, common_dtype(source.tensors)
     if config.rope_scaling is not None:
         source = replace(source, config=scaled_context(source.config, config.rope_scaling))

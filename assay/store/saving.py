@@ -185,7 +185,7 @@ def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
 
 
 def room_in_memory(size: int) -> bool:
-    """For a copy of so many bytes that stays, in the machine's memory; False where the machine does not say what is free."""
+    """Whether the machine's memory has room for a copy of so many bytes that stays; False where the machine does not say what is free."""
     return size <= free_memory() // SPARE_OF_MEMORY
 
 
