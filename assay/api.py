@@ -145,7 +145,7 @@ def compare(*results: str | Path, **options: Any) -> "list[Comparison]":
 
 
 def prove(path: str | Path, **options: Any) -> "list[Verdict]":
-    """Every check on an artifact, in a fresh process that knows nothing but its bytes."""
+    """Prove an artifact: run every check on it in a fresh process that knows nothing but its bytes."""
     from assay.verbs import prove as verb
 
     return verb.prove_artifact(from_mapping(verb.FLAGS, {"path": str(path), **options}, where="assay.prove"))
@@ -204,7 +204,7 @@ def _options(cls: type, given: Mapping[str, Any], out: Path) -> Any:
 
 
 def _as_files(name: str, rows: Any, folder: Path) -> list[str]:
-    """One file or several; a list of rows is one."""
+    """Data as files, one or several; a list of rows is one."""
     several = isinstance(rows, list | tuple) and rows and all(isinstance(row, str | Path) for row in rows)
     return [str(row) for row in rows] if several else [str(_as_file(name, rows, folder))]
 

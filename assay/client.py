@@ -57,7 +57,7 @@ class Policy:
         self._post(f"/trajectories/{made.id}/close", {"reward": made.reward})
 
     def train(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """One update. What is not of the weights as they are now is refused, and nothing is learned."""
+        """Train the policy: one update. What is not of the weights as they are now is refused, and nothing is learned."""
         return self._post("/train", {"groups": [list(group) for group in groups]})
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:

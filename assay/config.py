@@ -175,7 +175,7 @@ def _usage(action: argparse.Action) -> str:
 
 
 def _add(heading: Any, field: dataclasses.Field, hint: Any, in_file: bool) -> None:
-    """One field as one argparse argument. Absent flags stay absent, so that a config file can fill them."""
+    """Add one field as one argparse argument. Absent flags stay absent, so that a config file can fill them."""
     meta, hint = field.metadata, _unwrapped(hint)
     many, scalar = _element(hint)
     kwargs: dict[str, Any] = {"help": _sentence(field).replace("%", "%%"), "default": argparse.SUPPRESS}

@@ -46,7 +46,7 @@ def read_json_lines(path: Path, shape: Shape = dict, *, limit: int = 1 << 30, er
 def parse_json(data: bytes | str, *, where: str, shape: Shape = object, error: type[AssayError] = ArtifactError,
                advice: str = "damaged, or not what its name says", surrogates: bool = False,
                parse_int: Callable[[str], Any] | None = None, parse_float: Callable[[str], Any] | None = None) -> Any:
-    """One document. Every way in which hostile bytes fail is an `error` that says where."""
+    """Parse one JSON document. Every way in which hostile bytes fail is an `error` that says where."""
     try:
         raw = data.encode(errors="surrogatepass") if isinstance(data, str) else data
         if raw.startswith(codecs.BOM_UTF8):
@@ -69,7 +69,7 @@ def parse_json(data: bytes | str, *, where: str, shape: Shape = object, error: t
 
 
 def parse_yaml(data: bytes, *, where: str, error: type[AssayError] = ArtifactError) -> Any:
-    """One document: no tags that make objects, no key twice, and aliases only where what they stand for stays small."""
+    """Parse one YAML document: no tags that make objects, no key twice, and aliases only where what they stand for stays small."""
     import yaml
 
     try:

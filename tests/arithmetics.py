@@ -45,7 +45,7 @@ INITIAL = (b"init", b"nudge", b"lora")  # addresses of initial weights
 
 
 def switch_on() -> None:
-    """What the environment asks of this process: threads, oneDNN or none, the order of sums, other seeds."""
+    """Apply the settings that the environment asks of this process: threads, oneDNN or none, the order of sums, other seeds."""
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     if os.environ.get(ONEDNN) == "off":
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_row(name: str, marked: list[str]) -> list[str]:
-    """What pytest says of all marked tests under one arithmetic, in a process of its own that sees no GPU."""
+    """Pytest's result of all marked tests under one arithmetic, in a process of its own that sees no GPU."""
     done = subprocess.run([*PYTEST, "-m", "arithmetic and not gpu and not slow", *marked], capture_output=True, text=True, check=False,
                           env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"} | ARITHMETICS[name])
     return [*done.stdout.splitlines(), *done.stderr.splitlines()]

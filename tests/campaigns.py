@@ -56,7 +56,7 @@ def temporary_files() -> list[Path]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a process and its children hold at a moment."""
+    """Resources that a process and its children hold at a moment."""
 
     minute: float
     memory: int

@@ -45,14 +45,15 @@ def kept_proofs() -> Iterator[None]:
 
 
 def _forget_processes() -> None:
-    """In a fork, which a test may kill in the middle of a proof: on its parent's pipe an answer would be left for another request."""
+    """Forget the proving processes in a fork, which a test may kill in the middle of a proof: on its parent's pipe an answer would be left
+    for another request."""
     _OF_THE_PARENT.extend(PROVING_PROCESSES._idle)  # so that nothing is done at their end here
     PROVING_PROCESSES._idle = []
 
 
 @pytest.fixture(scope="session", autouse=True)
 def witness_in_this_process() -> Iterator[None]:
-    """Of evaluations: the same witness, without the seconds that a process takes to import. Its process is that of
+    """Run the witness of evaluations in this process, without the seconds that a process takes to import. Its process is that of
     tests/witness/test_evaluation_replay.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eval_witness, "ask_eval_witness", judge_evaluation)
@@ -96,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What stands in memory now stays there: modules, tests, libraries. Neither a search for garbage nor a fork need look through it."""
+    """Freeze what stands in memory now: modules, tests, libraries. Neither a search for garbage nor a fork need look through it."""
     gc.collect()
     gc.freeze()
 

@@ -55,7 +55,7 @@ def json_mutants(document: Any, count: int, seed: int) -> Iterator[Any]:
 
 
 def mutants_of_json(data: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """Of a file that holds one document: half of them are JSON still, and sealed where the document was."""
+    """Mutants of a file that holds one document: half of them are JSON still, and sealed where the document was."""
     yield from byte_mutants(data, count // 2, seed)
     document = json.loads(data)
     for mutant in json_mutants({key: value for key, value in document.items() if key != "self"}, count - count // 2, seed):
@@ -63,7 +63,7 @@ def mutants_of_json(data: bytes, count: int, seed: int) -> Iterator[bytes]:
 
 
 def mutants_of_lines(data: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """Of a file of JSON lines; a ledger is chained anew from the line that was changed."""
+    """Mutants of a file of JSON lines; a ledger is chained anew from the line that was changed."""
     yield from byte_mutants(data, count // 2, seed)
     rng, lines = random.Random(seed), [json.loads(line) for line in data.splitlines()]
     for number in range(count - count // 2):

@@ -60,7 +60,7 @@ RUNS = tuple(longer(run) for run in REFERENCE_RUNS if run.name in FIRST_RUNS and
 
 @dataclass
 class Killed:
-    """What became of one command: the moments of its kills, and how what it left differs."""
+    """Result of one killed command: the moments of its kills, and how what it left differs."""
 
     name: str
     moments: list[float] = field(default_factory=list)

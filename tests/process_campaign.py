@@ -97,7 +97,7 @@ def tell(found: list[dict[str, Any]]) -> int:
 
 
 def begin(home: Path) -> None:
-    """In each worker, once: a model and data of its own, and what undisturbed runs of them come to."""
+    """Begin a worker: a model and data of its own, and what undisturbed runs of them come to."""
     global HOME, DUE
     os.dup2(2, 1)  # what the runs say is no part of the table
     torch.set_num_threads(1)
@@ -155,7 +155,8 @@ def survived(out: Path, before: list[str]) -> bool:
 
 
 def struck(act: Callable[[], object], victim: int, moment: int) -> None:
-    """In process `victim`: killed at its disk operation of this number or, one time in three, when it has sent or been sent so much."""
+    """Run `act`, and kill process `victim` at its disk operation of this number or, one time in three, when it has sent or been sent so
+    much."""
     if int(os.environ["RANK"]) == victim:
         if moment % 3:
             durable.disk = Striking(moment)

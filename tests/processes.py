@@ -8,7 +8,8 @@ SOON = 60.0  # seconds; no test waits so long unless it fails
 
 
 def ended(pid: int, within: float = SOON) -> bool:
-    """Asked of the kernel: a zombie, which nobody reaps in some containers, has ended. What has not is killed, so that nothing stays."""
+    """Whether a process has ended, asked of the kernel: a zombie, which nobody reaps in some containers, has ended. What has not is killed,
+    so that nothing stays."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -54,7 +54,7 @@ def public_names():
 
 
 def twice(pairs):
-    """What stands in two places, as {name: places}."""
+    """Names that stand in two places, as {name: places}."""
     found: dict[str, set[str]] = {}
     for name, place in pairs:
         found.setdefault(name, set()).add(place)
@@ -126,7 +126,7 @@ def write_rows(path, rows):
 
 
 def make_inputs(folder):
-    """What the commands read: models, conversations, problems, and an evaluation of the model that is trained."""
+    """Make what the commands read: models, conversations, problems, and an evaluation of the model that is trained."""
     for name in ("tiny", "any-folder-from-transformers-trl-or-peft"):
         save_model(folder / name, tiny_model())
     sums = [(a, b) for a in range(8) for b in range(8)]

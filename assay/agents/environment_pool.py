@@ -140,7 +140,7 @@ class EnvironmentPool:
         return self._workers[self._lives[episode].worker]
 
     def _each(self, episodes: Iterable[str], ask: Callable[[str], EnvironmentReply]) -> dict[str, EnvironmentReply]:
-        """Every worker goes through its own episodes in their order, all workers at once."""
+        """Ask every episode: each worker goes through its own in their order, all workers at once."""
         by_worker: dict[int, list[str]] = {}
         for episode in episodes:
             by_worker.setdefault(self._lives[episode].worker, []).append(episode)
@@ -150,7 +150,7 @@ class EnvironmentPool:
 
 
 class _Worker:
-    """One process: started when first asked, replaced where it died. `number` counts the processes."""
+    """Worker process of the pool: started when first asked, replaced where it died. `number` counts the processes."""
 
     def __init__(self, command: str, seconds: float):
         self.seconds, self.number, self.asked = seconds, 0, 0

@@ -110,7 +110,8 @@ def play_episodes(engine: Engine, pool: EnvironmentPool, writer: ChatWriter, tas
 
 
 def begin_episodes(pool: EnvironmentPool, writer: ChatWriter, episodes: Sequence[_Episode]) -> None:
-    """Every environment says its task again, which must be the one that was planned: a seed that gives another is an error."""
+    """Begin the episodes: every environment says its task again, which must be the one that was planned: a seed that gives another is an
+    error."""
     opened = pool.open({episode.name: episode.task.seed for episode in episodes})
     begun = [episode for episode in episodes if opened[episode.name].error is None]
     for episode in episodes:

@@ -280,8 +280,8 @@ def write_gpt_oss(content: str, calls: Sequence[ToolCall]) -> str:
 
 
 def read_calls(bodies: Sequence[str], key: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    """Each body is an object with a name and, under `key`, arguments that are an object. A field that nobody reads is a fault: it may be
-    the arguments under another name."""
+    """Read tool calls: each body is an object with a name and, under `key`, arguments that are an object. A field that nobody reads is a
+    fault: it may be the arguments under another name."""
     calls, faults = list[ToolCall](), list[str]()
     for body in bodies[:MOST_CALLS]:
         try:

@@ -91,7 +91,7 @@ NOT_INDEPENDENT = "completions of one run, and samples of one problem, are not i
 
 
 def compare(arms: Sequence[Arm], *, level: float = 0.05) -> list[Comparison]:
-    """Every arm against the first one of its group. Arms that were not asked the same are refused."""
+    """Compare every arm with the first one of its group. Arms that were not asked the same are refused."""
     if not 0 < level < 1:
         raise UsageError(f"level {level}: expected a chance of error between 0 and 1, such as 0.05")
     pairs = [(before, after) for before, *others in _by_group(arms) for after in others]
@@ -216,7 +216,7 @@ def refuse_unlike(before: Arm, after: Arm) -> None:
 
 
 def _asked_otherwise(before: Arm, after: Arm) -> list[str]:
-    """The same questions asked in another way: allowed, and said."""
+    """Ways in which the same questions were asked otherwise: allowed, and reported."""
     old, new = before.data.get("how", {}), after.data.get("how", {})
     return [f"asked with {key} {new[key]} against {old[key]}" for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
 

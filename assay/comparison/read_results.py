@@ -120,7 +120,7 @@ def read_plain(path: Path, metric: str | None, lower_is_better: bool | None) -> 
 
 
 def read_seeds(folder: Path) -> Arm:
-    """One number a seed; a seed that ended without one keeps NaN, and counts as collapsed."""
+    """Arm of several seeds, one number a seed; a seed that ended without one keeps NaN, and counts as collapsed."""
     facts = read_json(folder / "seeds.json", SEEDS, error=DataError)
     if not facts.get("scores") or not {"metric", "recipe"} <= facts.keys():
         raise DataError(f"{folder / 'seeds.json'}: the set has not finished; run `assay seeds` again with the same options")
@@ -132,7 +132,7 @@ def read_seeds(folder: Path) -> Arm:
 
 
 def refuse_copies(runs: Sequence[ScoredRun], said: str) -> None:
-    """Every run counts once: a copied folder is no second run, and neither are the same weights asked again."""
+    """Refuse copies, so that every run counts once: a copied folder is no second run, and neither are the same weights asked again."""
     for number, run in enumerate(runs):
         for earlier in runs[:number]:
             if run.source and run.source == earlier.source:
@@ -312,7 +312,7 @@ def _mean_bytes(rows: list[dict[str, Any]]) -> float:
 
 
 def _refuse_changed(folder: Path, facts: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Every example that was asked has its score, and the scores are those that eval.json sums up."""
+    """Refuse an evaluation that changed: every example that was asked has its score, and the scores are those that eval.json sums up."""
     if "examples" in facts and facts["examples"] != len(rows):
         raise DataError(f"{folder}: {facts['examples']} examples were asked and {len(rows)} have a score; finish the evaluation first")
     recorded = facts.get("scores_sha256")

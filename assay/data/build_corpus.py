@@ -91,7 +91,7 @@ def build_corpus(texts: Iterable[Path], out: Path, tokenizer: Path, plan: Corpus
 
 
 def _sources(texts: Iterable[Path], held_out_files: Iterable[Path]) -> list[tuple[TextSource, bool]]:
-    """Each with whether it is held out whole."""
+    """Text sources, each with whether it is held out whole."""
     train, held = find_sources(texts), find_sources(held_out_files)
     if clash := {source.name for source in train} & {source.name for source in held}:
         raise UsageError(f"{min(clash)!r} is given both as training text and as --held-out-files")

@@ -158,8 +158,8 @@ class TemplateWriter:
         self.ahead: dict[tuple[int, int, bool], str] = {}  # texts of the conversations at hand, by what `write` is asked
 
     def rendered_ahead(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The same, some at a time, with the texts that their turns will ask for rendered together: a round trip to the template's
-        process costs more than a rendering. A text that cannot be had is asked for again by its turn, which says why."""
+        """Conversations passed on some at a time, with the texts that their turns will ask for rendered together: a round trip to the
+        template's process costs more than a rendering. A text that cannot be had is asked for again by its turn, which says why."""
         left = iter(conversations)
         while chunk := list(islice(left, _RENDERED_AHEAD)):
             asked = [] if self.tokenizer.template is None else [(one, *text) for one in chunk for text in self.texts_of(one)]
@@ -280,7 +280,7 @@ class TemplateWriter:
         return tail[: min(ends, default=0)]
 
     def write(self, conversation: Conversation, turns: int, *, prompt: bool = False) -> str:
-        """The first `turns` messages, with the generation prompt where that is asked for."""
+        """Text of the first `turns` messages, with the generation prompt where that is asked for."""
         if (text := self.ahead.get((id(conversation), turns, prompt))) is not None:
             return text
         return self.tokenizer.render(conversation.messages[:turns], tools=conversation.tools, add_generation_prompt=prompt)

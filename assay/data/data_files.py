@@ -127,7 +127,7 @@ def files_within(folder: Path) -> list[Path]:
 
 
 def unreadable_entry(path: Path) -> str:
-    """What stands in a folder and is no file."""
+    """Kind of an entry of a folder that is no file."""
     if path.is_symlink():
         return "a link to a folder, which is not followed" if path.is_dir() else "a link to something that is not there"
     return "a folder" if path.is_dir() else "neither a file nor a folder"

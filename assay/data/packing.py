@@ -170,7 +170,8 @@ def fill_rows(chosen: NDArray[np.int64], lengths: NDArray[np.int64], room: int) 
 
 
 def next_length(stock: LengthStock, free: int) -> int:
-    """One that fills the row, one that does with another, else the longest after which another fits; 0 where none fits."""
+    """Length to pack next: one that fills the row, one that does with another, else the longest after which another fits; 0 where none
+    fits."""
     fitting = stock.lengths(free)
     if not fitting.size:
         return 0

@@ -178,8 +178,8 @@ def row_content(line: bytes, where: str) -> str:
 
 
 def refuse_wrong_contents() -> None:
-    """Before rows are held out: of known rows, those that say the same have one content, whatever the order of their columns, and no
-    others."""
+    """Check content keys before rows are held out: of known rows, those that say the same have one, whatever the order of their columns,
+    and no others."""
     same = [b'{"a": 1, "b": {"c": "x", "d": null}}', b'{"b":{"d":null,"c":"x"},"a":1}']
     others = [b'{"a": 1, "b": {"c": "y", "d": null}}', b'{"a": "1", "b": {"c": "x", "d": null}}', b'{"a": 1}']
     contents = [row_content(line, "a known row") for line in (*same, *others)]

@@ -118,7 +118,8 @@ def _columns(targets: Sequence[Target]) -> Tensor:
 
 def rome(model: Transformer, tokenizer: Tokenizer, facts: Sequence[Fact], layers: Sequence[int], moments: Mapping[int, Tensor],
          contexts: Contexts, options: TargetOptions, *, parent: str | None) -> EditResult:
-    """Each fact is solved on the model that has the ones before it; nothing protects those, which is ROME's known limit."""
+    """Edit by ROME, fact by fact: each is solved on the model that has the ones before it; nothing protects those, which is ROME's known
+    limit."""
     layers = checked_layers(model, layers)
     if len(layers) != 1:
         raise UsageError(f"ROME edits one layer, and {len(layers)} are named; name one, or use --method memit")

@@ -105,7 +105,7 @@ _BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """How targets are sought; the defaults are MEMIT's."""
+    """Options of the search for targets; the defaults are MEMIT's."""
 
     steps: int = 25
     lr: float = 0.5

@@ -36,7 +36,7 @@ _MANY = 512
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How long, and what one step reads: rows of facts, rows of text and bystanders."""
+    """Options of tuned edits: how long, and what one step reads: rows of facts, rows of text and bystanders."""
 
     steps: int = 200
     lr: float = 3e-4

@@ -87,7 +87,7 @@ def edit_estimates(before: EditedReplies, after: EditedReplies) -> dict[str, Est
 
 
 def reply_rate(replies: Sequence[FactReply], way: str) -> Estimate | None:
-    """How often; paraphrases and neighbours of one fact count as one cluster."""
+    """Rate of replies that pass; paraphrases and neighbours of one fact count as one cluster."""
     known = [(bool(value), reply.question.fact) for reply in replies
              if (value := reply.prefers if way == "prefers" else reply.says) is not None]
     if not known:

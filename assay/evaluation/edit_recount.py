@@ -114,7 +114,7 @@ def _greedy(model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], rec
 
 
 def _half_said(text: str, recorded: str) -> bool:
-    """The last character's other tokens are still to come."""
+    """Whether the text ends within a character, whose other tokens are still to come."""
     return len(text) == len(recorded) and text[-1:] == HALF != recorded[-1:]
 
 

@@ -89,7 +89,7 @@ class EvalFolder:
                             f"{_shown(self.request.get(first))}); give another folder with --out")
 
     def _read(self) -> Iterable[dict[str, Any]]:
-        """Every whole line; what a kill left of one goes."""
+        """Rows of every whole line; what a kill left of one goes."""
         self.file.seek(0)
         text = self.file.read()
         whole = text[: text.rfind(b"\n") + 1]

@@ -107,7 +107,7 @@ class HeldOutTally:
 
 
 def noted_batches(batches: Iterable[Batch], read: "hashlib._Hash") -> Iterator[Batch]:
-    """Every token that is read and how much it counts goes into the digest `read`."""
+    """Batches whose every token, with how much it counts, goes into the digest `read` as it is read."""
     for batch in batches:
         for stream in (batch.tokens, batch.weight):
             read.update(f"{tuple(stream.shape)}".encode() + stream.cpu().contiguous().numpy().tobytes())

@@ -61,7 +61,8 @@ def weighted_agreement(found: Sequence[Agreement], shares: Sequence[float]) -> A
 
 
 def measure_stored_agreement(student: Transformer, batches: Iterable[Batch], *, temperature: float, vocab: int | None = None) -> Agreement:
-    """The same of answers that the batches carry. KL is over their K + 1 outcomes and at the temperature they were stored at."""
+    """Agreement with the stored answers that the batches carry. KL is over their K + 1 outcomes and at the temperature they were stored
+    at."""
     return _by_document(student, batches, lambda batch: compare_stored_tokens(student, batch, temperature, vocab or student.config.vocab))
 
 

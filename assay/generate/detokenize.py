@@ -37,7 +37,7 @@ class Detokenizer:
         return self._show(len(self.text) - held)
 
     def finish(self, stopped: bool) -> str:
-        """The rest. Without a stop string the text is exactly what the ids decode to."""
+        """The rest of the text. Without a stop string the text is exactly what the ids decode to."""
         if not stopped:
             self.text = self._decoded(0, len(self.ids))
         return self._show(len(self.text))

@@ -296,7 +296,8 @@ class Engine:
             self.forwarded += sum(len(continued[i].ids) for i in part)
 
     def _fill_prefixes(self, wanted: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Every slot gets the keys and values of its prefix: its own, copied from another slot, or computed once for all who want it."""
+        """Fill the prefixes: every slot gets the keys and values of its prefix: its own, copied from another slot, or computed once for all
+        who want it."""
         held = {prefix: slot for slot, prefix in enumerate(self._prefixes)}
         copies = [(held[prefix], slot, len(prefix)) for slot, prefix in wanted
                   if prefix and prefix in held and self._prefixes[slot] != prefix]

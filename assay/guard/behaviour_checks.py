@@ -434,7 +434,7 @@ def _held_against(first: Health, again: Callable[..., Health], of_parent: Callab
 
 
 def _spoken(health: Health) -> Health:
-    """The same samples, with silence no fault."""
+    """Samples in which silence is no fault."""
     silent = [sample.wrong is not None and sample.wrong.cause == "empty" for sample in health.samples]
     return replace(health, samples=tuple(replace(sample, wrong=None) if nothing else sample
                                          for sample, nothing in zip(health.samples, silent, strict=True)))

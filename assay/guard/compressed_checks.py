@@ -90,7 +90,8 @@ def _divergences(models: list[Transformer], row: list[int]) -> list[torch.Tensor
 
 def judge_rounded_texts(reading: LlamaReading, source: Artifact, before: Transformer, after: Transformer,
                 scheme: CompressedScheme) -> list[Verdict]:
-    """How surprised both are by the same tokens, and how much less likely the source finds what the rounded one says."""
+    """Compare perplexity and texts: how surprised both are by the same tokens, and how much less likely the source finds what the rounded
+    one says."""
     ours, theirs = (torch.cat([token_logps(one, row) for row in reading.rows]) for one in (before, after))
     change, band = float((ours - theirs).mean()), scheme.nats
     words = (f"perplexity {float((-theirs.mean()).exp()):.4g}, the source's {float((-ours.mean()).exp()):.4g}: {change:+.4f} nats a token "

@@ -39,7 +39,8 @@ def preflight_distillation(student: Transformer, objective: Objective, batch: Ba
                            tokenizers: tuple[str, str],
                            teacher: Transformer | None, accumulate: Accumulate | None = None,
                            reachable: Collection[str] | None = None) -> list[Verdict]:
-    """Every check of this file and of guard/loss_preflight.py. `tokenizers` are the digests of student's and teacher's.
+    """Distillation preflight: every check of this file and of guard/loss_preflight.py. `tokenizers` are the digests of student's and
+    teacher's.
 
     `teacher` is None where its answers are read from the batch. `reachable` are the student's tensors that a gradient can reach
     now, where those are not all that learn. Both models are as before afterwards.
@@ -69,7 +70,8 @@ def preflight_distillation(student: Transformer, objective: Objective, batch: Ba
 def preflight_teachers(student: Transformer, teachers: Sequence[tuple[Objective, DistillationSettings, Transformer]],
                        shares: Sequence[float], together: Objective, batch: Batch, *, tokenizers: tuple[str, str],
                        accumulate: Accumulate | None = None, reachable: Collection[str] | None = None) -> list[Verdict]:
-    """Each of several teachers as if it were alone; and what is minimised is the weighted sum of what they ask for."""
+    """Distillation preflight with several teachers: each as if it were alone; and what is minimised is the weighted sum of what they ask
+    for."""
     found = [verdict for objective, blend, teacher in teachers
              for verdict in preflight_distillation(student, objective, batch, blend, tokenizers=tokenizers, teacher=teacher,
                                                    accumulate=accumulate, reachable=reachable)]
@@ -196,7 +198,8 @@ def check_teacher(student: Transformer, teacher: Transformer, batch: Batch, blen
 
 
 def check_stored_answers(student: Transformer, batch: Batch, blend: DistillationSettings) -> Verdict:
-    """The same of stored answers, all tokens that are not among them being equally likely; at temperature 1, whatever theirs is."""
+    """Check that a stored teacher knows the text, by its own cross-entropy as in `check_teacher`, all tokens that are not among them being
+    equally likely; at temperature 1, whatever theirs is."""
     assert batch.teacher_ids is not None
     assert batch.teacher_logprobs is not None
     vocab, K = blend.vocab or student.config.vocab, batch.teacher_ids.shape[-1]

@@ -82,7 +82,7 @@ class PlacedArtifact:
         return model
 
     def take_back(self, device: str, model: nn.Module) -> None:
-        """One that is not what was lent, or is elsewhere, is not kept."""
+        """Take a lent model back; one that is not what was lent, or is elsewhere, is not kept."""
         there = all(parameter.device.type == torch.device(device).type for parameter in model.parameters())
         if device != "cpu" and there and fingerprint(model) == self._lent[device]:
             self._consumers[device] = model

@@ -40,7 +40,7 @@ BALANCE = 1 / 4, 4 * 4 / 3  # weight of the desirable over that of the undesirab
 
 def preflight_kto(model: Transformer, objective: Objective, batch: Batch, settings: KtoSettings,
                   accumulate: Accumulate | None = None) -> list[Verdict]:
-    """Every check of guard/loss_preflight.py, the loss against its formula written out, off the reference and with a KL."""
+    """KTO preflight: every check of guard/loss_preflight.py, the loss against its formula written out, off the reference and with a KL."""
     shown = replace(moved_reference(batch), baseline=torch.full_like(batch.weight, SHOWN_KL)) if settings.has_baseline else \
         moved_reference(batch)
     return [*preflight_loss(model, objective, shown, accumulate, naive_kto(settings)),

@@ -192,7 +192,7 @@ def batch_logits(model: Transformer, batch: Batch) -> Tensor:
 
 
 def naive_logits(model: Transformer, row: Batch) -> Tensor:
-    """Every product of attention written out in fp32, from the config: who sees whom is decided here anew."""
+    """Logits with every product of attention written out in fp32, from the config: who sees whom is decided here anew."""
     config, T = model.config, row.tokens.shape[1]
     positions = row.positions if row.positions is not None else torch.arange(T, device=row.tokens.device)[None]
     documents = row.documents if row.documents is not None else torch.zeros_like(row.tokens)
@@ -394,7 +394,7 @@ def _apart(one: Gradients, two: Gradients, *, together: bool = False) -> tuple[f
 
 @contextlib.contextmanager
 def nudged_norms(model: Transformer, draw: int = 0) -> Iterator[None]:
-    """Every gain and bias moved by its last bits, so that each layer rounds otherwise; put back by the bits afterwards.
+    """Move every gain and bias by its last bits, so that each layer rounds otherwise; put back by the bits afterwards.
 
     Through `data`, which counts as no write: a sampler that holds these weights has still what it loaded.
     """

@@ -41,7 +41,8 @@ BIASED = 0.3  # correlation of margin and length difference from which on it is 
 
 def preflight_preference(model: Transformer, objective: Objective, batch: Batch, settings: PreferenceSettings,
                          accumulate: Accumulate | None = None) -> list[Verdict]:
-    """Every check of guard/loss_preflight.py on pairs, the loss against its formula written out, off the reference."""
+    """Preference preflight: every check of guard/loss_preflight.py on pairs, the loss against its formula written out, off the
+    reference."""
     shown = moved_reference(batch)
     return [*preflight_loss(model, objective, shown, accumulate, naive_preference(settings)),
             check_pair_figures(model, objective, shown, naive_pair_figures(model, shown, settings)),

@@ -106,8 +106,8 @@ def prove_apart(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT) -> lis
 
 
 def prove(request: ProofRequest, *, timeout: float = PROOF_TIMEOUT, beside: bool = False) -> list[Verdict]:
-    """Every check in a process that no trainer has touched: one that is kept for this, or a fresh one; it takes few cores where it runs
-    `beside` a training loop. Raises UsageError where the request itself makes no sense."""
+    """Prove an artifact: every check, in a process that no trainer has touched: one that is kept for this, or a fresh one; it takes few
+    cores where it runs `beside` a training loop. Raises UsageError where the request itself makes no sense."""
     process = PROVING_PROCESSES.take(proof_threads(beside=False), libraries=request.checks is None or OTHER_LIBRARY in request.checks)
     found = _ask(process, request, timeout, beside)
     if found is None and process.asked > 1:  # what it did before may have killed it: a fresh one has nothing but the artifact
@@ -271,7 +271,7 @@ class Prover:
         return bool(self._pending)
 
     def finished(self) -> Iterator[tuple[Path, list[Verdict]]]:
-        """Each is given away when it is asked for: behind one that raises, or stops the run, the others are still here."""
+        """Finished proofs, each given away when it is asked for: behind one that raises, or stops the run, the others are still here."""
         while (ended := self._next_ended()) is not None:
             folder, future = ended
             yield folder, future.result()
@@ -405,7 +405,8 @@ def _parameters(artifact: Artifact) -> int:
 
 
 def main() -> None:
-    """One answer a line to each request a line, until the input ends: then whoever asked is gone, and nobody is left to be answered."""
+    """Entry point of a proving process: one answer a line to each request a line, until the input ends: then whoever asked is gone, and
+    nobody is left to be answered."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints is no answer
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

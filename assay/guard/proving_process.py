@@ -42,8 +42,8 @@ def proof_threads(beside: bool) -> int:
 
 
 def processes_early() -> int:
-    """How many may get ready while a run opens its model: with few cores, none, since that would take as long later; with many, as many
-    as there are proofs and replays at a time."""
+    """Number of processes that may get ready while a run opens its model: with few cores, none, since that would take as long later; with
+    many, as many as there are proofs and replays at a time."""
     at_once = usable_cores() // CORES_A_PROOF
     return MOST_PROOFS + FOR_THE_WITNESS if at_once >= MOST_PROOFS else max(0, at_once - 1)
 
@@ -158,8 +158,8 @@ class KeptProcesses:
                 process.stop()
 
     def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
-        """One that waits, with other libraries where they will be needed, and the one that knows most. Where all that were started early
-        are busy it is waited for: a new one would import for longer. Else a new one."""
+        """Take a process that waits, with other libraries where they will be needed, and the one that knows most. Where all that were
+        started early are busy it is waited for: a new one would import for longer. Else a new one."""
         with self._changing:
             while not self._idle and (self._rehearsing or self._all_busy()):
                 self._changing.wait(_LOOK_AGAIN)  # also for one that died, of which nobody tells

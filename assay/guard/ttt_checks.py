@@ -67,7 +67,7 @@ def check_target_unseen(model: Transformer, recorded: NDArray[np.float32], token
 
 
 def changed_from(tokens: Sequence[int], cut: int, vocab: int) -> list[int]:
-    """Each token from `cut` on is another one."""
+    """Tokens of which each from `cut` on is another one."""
     offsets = np.random.default_rng(derive(0, "causality", cut)).integers(1, vocab, len(tokens))
     return [*tokens[:cut], *((token + int(offset)) % vocab for token, offset in zip(tokens[cut:], offsets[cut:], strict=True))]
 

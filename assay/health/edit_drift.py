@@ -32,7 +32,7 @@ class EditDrift:
         return paired(list(now.values()), list(was.values()), (list(now), list(was)))
 
     def estimates(self) -> dict[str, Estimate]:
-        """Each sample of a prompt is a member of its cluster."""
+        """Estimates of the drift; each sample of a prompt is a member of its cluster."""
         shares = {f"probe, malformed, {when}": malformed_share(health) for when, health in (("before", self.before), ("after", self.after))}
         return shares | {"probe, nats a token under the model before, change": self.drift()}
 

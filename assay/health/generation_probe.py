@@ -140,7 +140,7 @@ def probe(speak: TextGenerator, prompts: Sequence[ProbePrompt], *, n: int = 4, n
 
 def judge_texts(prompts: Sequence[ProbePrompt], said: Sequence[GeneratedText], round: int = 0,
                 usual: Sequence[float] = ()) -> list[ProbeSample]:
-    """Each text by itself, then all of a round together: what is said to every prompt is an answer to none."""
+    """Judge each text by itself, then all of a round together: what is said to every prompt is an answer to none."""
     alone = [malformed(one.text, ended=one.ended, expected=prompt.expected, tokens=one.tokens) or _soup(one, usual)
              for prompt, one in zip(prompts, said, strict=True)]
     texts = {prompt.id: one.text for prompt, one in zip(prompts, said, strict=True) if not prompt.expected.short}

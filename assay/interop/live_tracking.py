@@ -75,7 +75,8 @@ def _end(process: "subprocess.Popen[bytes]", run: Path, name: str, words: IO[byt
 
 
 def follow_run(run: Path, tracker: MetricsTracker, ended: Callable[[], bool], *, checkpoints: bool = False) -> str:
-    """Every row once, and every proven checkpoint where asked, until it has ended; returns in words what was handed over."""
+    """Follow a run: hand over every row once, and every proven checkpoint where asked, until it has ended; returns in words what was handed
+    over."""
     rows, handed = GrowingRows(run / "metrics.jsonl"), set[Path]()
     while True:
         over = ended()

@@ -68,5 +68,5 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
 
 
 def stop_strings(until: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop string may come bare; taken letter by letter it would cut every answer short."""
+    """Stop strings of a request; one may come bare: taken letter by letter it would cut every answer short."""
     return tuple(text for text in ([until] if isinstance(until, str) else until) if text)

@@ -34,7 +34,7 @@ GOLDEN, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476
 
 
 class SamplingRule(NamedTuple):
-    """One entry a row. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing off."""
+    """Sampling parameters, one entry a row. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing off."""
 
     temperature: Tensor  # (N,) float32
     top_k: Tensor  # (N,) int64

@@ -38,7 +38,7 @@ def linear_logprobs_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tenso
 
 def plain_linear_logprobs_entropy(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *, softcap: float | None = None,
                                   temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same with the logits whole and gradients by autograd."""
+    """Log-probability and entropy with the logits whole and gradients by autograd."""
     logits_NV = hidden_ND.float() @ head_VD.float().T
     logits_NV = logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
     logprobs_NV = (logits_NV / temperature).log_softmax(-1)

@@ -151,7 +151,7 @@ class _LogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Sweep:
-    """One pass over all tokens, a chunk of logits at a time; the fields say which loss, in which precision."""
+    """Settings of one pass over all tokens, a chunk of logits at a time; the fields say which loss, in which precision."""
 
     softcap: float | None
     temperature: float

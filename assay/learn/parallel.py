@@ -208,7 +208,7 @@ def count_read(batch: Batch) -> Tensor:
 
 
 def require_all_read(batch: Batch, read: Tensor) -> None:
-    """Every row of the batch went through exactly one process."""
+    """Require that every row of the batch went through exactly one process."""
     due = count_read(batch).cpu()
     if not torch.equal(due, read.cpu()):
         found = refuted("rows", f"the processes together read {_counted(read)}, the step has {_counted(due)}: a row was left out, read "

@@ -688,7 +688,8 @@ class _Parts(nn.Module):
 
 
 def shard_parameters(model: Transformer, world: World) -> None:
-    """Each block is gathered for its own pass, the rest for the whole of it. Gradients are summed: the loop divides, once."""
+    """Shard the parameters: each block is gathered for its own pass, the rest for the whole of it. Gradients are summed: the loop divides,
+    once."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -704,7 +705,7 @@ def shard_parameters(model: Transformer, world: World) -> None:
 
 
 def fill_parts(model: Transformer, rows: dict[str, Tensor], device: str) -> None:
-    """Each parameter gets its rows, and they are let go. Those of a model that had shapes alone until here get their memory one by one, so
+    """Give each parameter its rows, and release these. Those of a model that had shapes alone until here get their memory one by one, so
     that a process never holds its rows twice."""
     names = {id(p): name for name, p in model.named_parameters()}
 
@@ -727,7 +728,7 @@ def with_own_memory(_: str, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def reshard(model: nn.Module) -> None:
-    """Every parameter is its rows again: what the last forward pass gathered is dropped."""
+    """Reshard the parameters: every one is its rows again: what the last forward pass gathered is dropped."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # type: ignore[operator]
@@ -744,7 +745,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def whole_copy(model: Transformer) -> Transformer:
-    """The same model in host memory, tensor by tensor."""
+    """Copy of the whole model in host memory, tensor by tensor."""
     held: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad) for p in model.parameters()}
     held |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
     return copy.deepcopy(model, held)

@@ -80,7 +80,7 @@ class Streaming:
 
 
 def replace_parameters(model: nn.Module, made: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Every parameter of the model by another, under the same name."""
+    """Replace every parameter of the model by another, under the same name."""
     for name, parameter in list(model.named_parameters()):
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, made(name, parameter))

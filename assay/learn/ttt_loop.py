@@ -91,7 +91,8 @@ class DocumentCursor:
 
 def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], settings: TttSettings, slots: int,
          adapters: BatchedAdapters | None = None) -> Iterator[TttEvent]:
-    """Every token of every document but its first is scored once, in order. Without adapters it is the model alone that reads.
+    """Test-time training of documents: every token but a document's first is scored once, in order. Without adapters it is the model alone
+    that reads.
 
     After a document's last chunk no step is taken: nothing of it is left to read.
     """

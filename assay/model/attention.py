@@ -31,7 +31,7 @@ class AttentionMask(NamedTuple):
 
 
 class AttentionRule(NamedTuple):
-    """How a layer turns products of queries and keys into shares; the default is what most models do."""
+    """Rule by which a layer turns products of queries and keys into attention weights; the default is what most models do."""
 
     scale: float | None = None  # of the products; None: 1 / √d
     softcap: float | None = None  # scores → cap · tanh(scores / cap), before the mask
@@ -122,7 +122,7 @@ def ruled_attention(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Tensor
 
 def attend_documents(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Tensor, window: int | None, longest: int | None,
                      scale: float | None = None) -> Tensor:
-    """Each document of the flattened rows by itself: work grows with the documents' lengths, not with the row's square."""
+    """Attention within each document of the flattened rows: work grows with the documents' lengths, not with the row's square."""
     (B, T, H, d), kernel = q_BTHd.shape, variable_length_kernel()
     assert kernel is not None
     if scale is not None and not kernel_takes_scale():
@@ -134,12 +134,12 @@ def attend_documents(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, starts: Ten
 
 
 def mix_values(v_BTKd: Tensor, first_BTKd: Tensor, shares: Tensor) -> Tensor:
-    """Each token's own values and those that the first layer gave it, by two shares. A cache keeps what comes out."""
+    """Mix of each token's own values and those that the first layer gave it, by two shares. A cache keeps what comes out."""
     return v_BTKd * shares[0] + first_BTKd * shares[1]
 
 
 def gate_heads(attended_BTHd: Tensor, gates_BTH: Tensor) -> Tensor:
-    """Each head between nothing and twice what it attended to: a gate of 0 leaves it as it is, and begins near there."""
+    """Attention gate: each head between nothing and twice what it attended to: a gate of 0 leaves it as it is, and begins near there."""
     return attended_BTHd * (2 * gates_BTH.sigmoid())[..., None]
 
 

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def within_time(source: str, context: dict[str, Any], limits: dict[str, Any]) -> dict[str, str]:
-    """Each rendering has all of the CPU time to itself."""
+    """Render within the time limit; each rendering has all of the CPU time to itself."""
     signal.setitimer(signal.ITIMER_PROF, limits["cpu_seconds"])
     answer = render(source, context, limits)
     signal.setitimer(signal.ITIMER_PROF, 0)

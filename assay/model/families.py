@@ -141,7 +141,7 @@ def _known_code(family: Family, auto_map: Any) -> bool:
 
 
 def scaled_context(config: ModelConfig, scaling: str) -> ModelConfig:
-    """The same model with a longer context by a stated scaling of its rotary positions: linear:F, yarn:F, or long, which takes the
+    """Config of the model with a longer context by a stated scaling of its rotary positions: linear:F, yarn:F, or long, which takes the
     long factors that a LongRoPE model has."""
     kind, _, factor = scaling.partition(":")
     rope = config.rope
@@ -477,7 +477,8 @@ def _layers_by_number(fields: ConfigFields, depth: int) -> list[str]:
 
 
 def _patterned_windows(fields: ConfigFields, depth: int, every: int) -> tuple[int | None, ...]:
-    """Every so many layers one sees everything; the others see a window, as the family's definition has it where no list says so."""
+    """Sliding windows by a pattern: every so many layers one sees everything; the others see a window, as the family's definition has it
+    where no list says so."""
     kinds = fields.maybe("layer_types", list)
     kinds = kinds or ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(depth)]
     window = fields.need("sliding_window") if "sliding_attention" in kinds else fields.maybe("sliding_window")

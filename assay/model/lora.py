@@ -71,8 +71,8 @@ class LoraLinear(nn.Module):
 
 
 class LoraExperts(LoraLinear):
-    """The same where the matrix holds one an expert: its tokens meet its own factors. Those of all experts are one tensor, so that
-    a step in which an expert has no tokens is a step of that tensor all the same."""
+    """LoRA layer whose matrix holds one matrix an expert: its tokens meet its own factors. Those of all experts are one tensor, so that a
+    step in which an expert has no tokens is a step of that tensor all the same."""
 
     def __init__(self, base: ExpertLinear, parts: tuple[LowRank, ...]):
         nn.Module.__init__(self)

@@ -161,7 +161,7 @@ class QuantisedLinear(Linear):
 
 
 class QuantisedExperts(QuantisedLinear, ExpertLinear):
-    """The same where the matrix holds one an expert; one expert's is made at a time."""
+    """Frozen quantised layer whose matrix holds one matrix an expert; one expert's is dequantised at a time."""
 
     def __init__(self, matrix: QuantisedMatrix, bias: nn.Parameter | None, experts: int):
         super().__init__(matrix, bias)

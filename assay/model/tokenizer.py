@@ -219,7 +219,7 @@ def equal_but_for_blanks(one: str, two: str) -> bool:
 
 @dataclass(frozen=True)
 class _TokenizerFiles:
-    """The same where the bytes are, wherever they lie."""
+    """Files of a tokenizer: equal where the bytes are, wherever they lie."""
 
     folder: Path = field(compare=False)
     contents: tuple[tuple[str, bytes], ...]

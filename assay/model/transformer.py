@@ -262,7 +262,7 @@ class Mlp(nn.Module):
 
 
 class ExpertLinear(Linear):
-    """One matrix an expert, all of them rows of one: expert e has the e-th stretch of rows, in files and adapters too."""
+    """Linear layer with one matrix an expert, all of them rows of one: expert e has the e-th stretch of rows, in files and adapters too."""
 
     def __init__(self, experts: int, inner: int, outer: int, bias: bool):
         super().__init__(inner, experts * outer, bias=bias)

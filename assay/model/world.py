@@ -223,7 +223,7 @@ class World:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory: every backend carries bytes, not every one every dtype."""
+    """Tensor's memory as bytes: every backend carries bytes, not every one every dtype."""
     return tensor.view(torch.uint8)
 
 

@@ -77,7 +77,8 @@ class EnvironmentTasks:
     # ---------------------------------------------------------------- tasks
 
     def split(self) -> PromptData:
-        """Every seed's task, those that say the same once; who is held out is decided by what they say."""
+        """Tasks split into training and held-out ones: every seed's task, those that say the same once; which are held out is decided by
+        what they say."""
         config, tasks = self.config, self._tasks()
         room = self.context - config.max_completion_length
         train, held_out = ([task for task in some if len(task.ids) <= min(room, config.max_prompt_length or room)]
@@ -252,7 +253,7 @@ def check_failures(pool: EnvironmentPool) -> Verdict:
 
 
 def check_environment_repeats(pool: EnvironmentPool, seeds: Sequence[int]) -> Verdict:
-    """The same seeds twice, and the same turn in each."""
+    """Check that an environment repeats itself: the same seeds twice, and the same turn in each."""
     seen = []
     for time in ("once", "twice"):
         names = {f"{time} {seed}": seed for seed in seeds}

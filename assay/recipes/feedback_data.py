@@ -50,7 +50,7 @@ class FeedbackData(PreferenceData):
     micro: int = 1
 
     def followed(self, policy: Transformer, micro: int) -> "FeedbackData":
-        """The same data, whose batches are given the KL of this policy when they are asked for."""
+        """This data, whose batches are given the KL of this policy when they are asked for."""
         return replace(self, policy=policy, micro=micro)
 
     def answered(self, batch: Batch) -> Batch:

@@ -39,7 +39,7 @@ def _longest_of_each_prompt(drawn: Drawn) -> Iterator[tuple[tuple[int, ...], lis
 
 
 def check_seeds_count(sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling) -> Verdict:
-    """The same prompts under two seeds."""
+    """Check that seeds reach the sampler: the same prompts under two seeds."""
     one, two = (sampler.draw(prompts, replace(sampling, seed=sampling.seed + more), ("seeds",), 1) for more in (1, 2))
     return check_rollout_seeds([c for group in one for c in group], [c for group in two for c in group])
 

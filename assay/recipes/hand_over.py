@@ -113,7 +113,7 @@ class OpenedBases:
 
 
 def check_last_evaluated(run: Run, evaluated: int | None) -> list[Verdict]:
-    """The last step that was taken was evaluated: the best is chosen among all that was learned."""
+    """Check that the last step was evaluated: the best is chosen among all that was learned."""
     taken = max((row["step"] + 1 for row in read_json_lines(run.metrics_file) if "loss" in row), default=None)
     if taken is None:
         return []
@@ -140,7 +140,7 @@ def check_improved(evaluator: HeldOutEvaluator) -> list[Verdict]:
 
 
 def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> None:
-    """Each place was proven by itself. Where a verdict of the hand-over goes against it, its hallmark is taken back."""
+    """Take the hallmark back where a verdict of the hand-over goes against an exported model, which was proven by itself."""
     against = [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
     for where in places if against else []:
         quarantine_checkpoint(open_checkpoint(where), against)
@@ -186,7 +186,7 @@ def handed_places(run: Run, best: Path) -> list[Path]:
 
 
 def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tuple[list[Path], list[Verdict]]:
-    """Every place that is handed over: written, and proven in a fresh process."""
+    """Export the best checkpoint: write every place that is handed over, and prove it in a fresh process."""
     places, opened = handed_places(run, best), opened or OpenedBases(None)
     verdicts = list[Verdict]()
     witness = [witness_verdict(run.folder, run.config.witness), *looks_verdicts(run.folder)] if run.witnesses else []

@@ -164,7 +164,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
 
 
 def made_base_bytes(model: PlannedModel, work: PlannedWork) -> int:
-    """Of RUN/base, which is as what it is made of."""
+    """Bytes of RUN/base, which is as what it is made of."""
     return model.stored * work.makes_base
 
 
@@ -422,7 +422,7 @@ def require_fit(found: MemoryPlan, available: int, device: str) -> None:
 
 
 def compared_with_use(found: MemoryPlan, used: int) -> str:
-    """One sentence, for the log and the ledger."""
+    """Sentence about planned and used memory, for the log and the ledger."""
     apart = found.total / used - 1 if used else math.inf
     words = f"GPU memory: {used / GIB:.2f} GiB at the most, {found.total / GIB:.2f} planned ({apart:+.0%})"
     return words if abs(apart) <= NEAR else f"{words}: the plan is off by more than {NEAR:.0%}"

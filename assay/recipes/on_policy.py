@@ -71,7 +71,7 @@ class OnPolicy:
         return derive(self.seed, "on-policy", step) < self.share * _SEEDS
 
     def batches(self, planned: Iterable[Batch], start: int) -> Iterator[Batch]:
-        """Each drawn when it is asked for: from the weights of that step."""
+        """Batches with the student's own answers, each drawn when it is asked for: from the weights of that step."""
         for step, batch in enumerate(planned, start):
             yield self.sampled(batch, step) if self.due(step) else batch
 

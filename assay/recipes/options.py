@@ -320,7 +320,7 @@ class Distill(Tuning):
                                               default_text="0 with --how text, 1 with --on-policy")
 
     def teachers(self) -> list[tuple[str, float]]:
-        """Those named, each with its weight: PATH, or PATH=WEIGHT,PATH=WEIGHT."""
+        """Teachers that were named, each with its weight: PATH, or PATH=WEIGHT,PATH=WEIGHT."""
         if self.teacher is None:
             raise UsageError("name who teaches: --teacher")
         parts = [part.strip().rpartition("=") for part in self.teacher.split(",")]

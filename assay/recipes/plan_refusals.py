@@ -21,7 +21,7 @@ from assay.recipes.starting_model import refuse_base_dtype, refuse_lora_options,
 
 
 def refuse_unclear_options(config: Tuned | Grpo | Pretrain) -> None:
-    """Before anything is read."""
+    """Refuse unclear options before anything is read."""
     refuse_unclear_parts(config)
     if isinstance(config, Pretrain):
         unasked = config.minutes is None and config.tokens is None  # a budget changes nothing of what is planned

@@ -67,7 +67,7 @@ def accumulate_on(device: str) -> Accumulate:
 
 
 def accumulate_together(world: World | None, shards: int, model: Transformer, objective: Objective, device: str) -> Accumulate:
-    """One process and one shard: nothing is put in between."""
+    """Gradient accumulation over all processes and shards; with one of each, nothing is put in between."""
     inner = accumulate_on(device)
     if shards == 1:
         return inner
@@ -96,7 +96,7 @@ def shards_parameters(config: Trained | Pretrain) -> bool:
 
 
 def holds_outline(config: Trained | Pretrain) -> bool:
-    """Every process but the first, with --fsdp: it needs shapes, and is sent its rows of every tensor."""
+    """Whether this process holds an outline: every one but the first, with --fsdp, needs shapes, and is sent its rows of every tensor."""
     return shards_parameters(config) and int(os.environ.get("RANK", "0")) > 0
 
 

@@ -165,7 +165,7 @@ class Rewards:
         return list(zip(self.workers.score(items), reversed(self.workers.score(items[::-1])), strict=True))
 
     def ask_again(self, groups: "Sequence[Group]") -> Verdict:
-        """One group of a rollout, of those whose rewards differ most: its completions scored anew, from their text alone."""
+        """Score one group of a rollout again, of those whose rewards differ most, from the text of its completions alone."""
         widest = max(groups, key=lambda group: _range(group.rewards))
         names = [reward.name for reward in self.rules]
         first = [{name: scored.components[name] for name in names} for scored in widest.scored]
@@ -288,7 +288,7 @@ class Group:
 
 
 def score_by_rules(workers: RewardWorkers, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-    """Every completion through the reward workers."""
+    """Score every completion by the rules, through the reward workers."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
     scores = iter(workers.score([item(prompt, completion) for prompt, completion in pairs]))
     return [Group(prompt, group, [next(scores) for _ in group]) for prompt, group in zip(prompts, completions, strict=True)]
@@ -404,7 +404,8 @@ class JudgeReward:
         return found, {each.prompt.id: faults[id] for id, each in zip(ids, groups, strict=True) if id in faults}
 
     def ask(self, groups: Sequence[Any]) -> Judged:
-        """One call a group; those that failed once more, after the others. Nothing is left pending: what is stale is not asked about."""
+        """Ask the judge, one call a group; those that failed once more, after the others. Nothing is left pending: what is stale is not
+        asked about."""
         judged = self.judge.score(groups)
         late = 0
         if judged.unjudged:

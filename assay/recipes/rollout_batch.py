@@ -80,7 +80,7 @@ def layout_of(device: str, micro: int, longest: int, context: int) -> Layout:
 
 
 def dealt(plan: list[list[int]], hands: int) -> list[list[int]]:
-    """The same rows and some that are empty, so that there are `hands` in each micro-batch, of much the same kind in all."""
+    """Rows of a batch and some empty ones, so that there are `hands` in each micro-batch, of much the same kind in all."""
     whole = plan + [[]] * (-len(plan) % hands)
     parts = len(whole) // hands
     return [row for part in range(parts) for row in whole[part::parts]]
@@ -89,7 +89,8 @@ def dealt(plan: list[list[int]], hands: int) -> list[list[int]]:
 
 
 def batch_of(drawn: Drawn, advantage_N: Sequence[float], counted_N: Sequence[bool], normalise: Normalise, *, cap: int) -> Batch:
-    """One row a completion, the sampled ids after the prompt's. Advantage and weight stand on the completion's tokens alone."""
+    """Batch of completions, one row each, the sampled ids after the prompt's. Advantage and weight stand on the completion's tokens
+    alone."""
     counting = token_weights([len(completion.ids) for _, completion in drawn], counted_N, normalise, cap)
     lengths = [len(prompt.ids) + len(completion.ids) for prompt, completion in drawn]
     width = -(-max(lengths) // COLUMNS) * COLUMNS

@@ -517,6 +517,6 @@ class RolloutHistory:
             self.run.log(Event.WARNING, step=step + 1, reason=sentence)
 
     def line(self) -> str:
-        """The last rollout, for a progress line."""
+        """Progress line about the last rollout."""
         now = self.rollouts[-1]
         return "  ".join(f"{name} {now[key]:.4g}" for name, key in PROGRESS_METRICS.items() if key in now)

@@ -37,7 +37,7 @@ NOTHING_DUE = "no rollout was to come"
 
 @dataclass(frozen=True)
 class WaitingRollout:
-    """One that is drawn and not yet learned from."""
+    """Rollout that is drawn and not yet learned from."""
 
     step: int  # that it is for
     drawn_at: int  # updates that the weights had seen that drew it

@@ -237,7 +237,7 @@ class Run:
             self._prover.rehearse(model, self.probing, self.headroom)
 
     def log(self, kind: Event, **facts: Any) -> None:
-        """One line of the ledger. The one that says what a run came to is its last."""
+        """Append one line to the ledger. The one that says what a run came to is its last."""
         if kind is Event.HAND_OVER:
             self._tidied()
             self._tell_time()
@@ -273,7 +273,7 @@ class Run:
         self.judge(Event.PREFLIGHT, verdicts)
 
     def record(self, step: int, **metrics: float | int | str | None) -> None:
-        """One line of metrics.jsonl. A number that is not finite is written as a word, never as a missing value."""
+        """Append one line to metrics.jsonl. A number that is not finite is written as a word, never as a missing value."""
         append_json_rows(self.metrics_file, [{"step": step, **plain(metrics)}])
 
     def consumed(self) -> dict[int, str]:
@@ -480,7 +480,8 @@ class Run:
         self.say(f"stopped; {stands or 'no checkpoint'} stands")
 
     def _also(self, wait: Callable[[], None]) -> None:
-        """The first error is the one to raise; what is found on the way out must not be lost either."""
+        """Wait for what was begun, and log its error: the first error is the one to raise; what is found on the way out must not be lost
+        either."""
         try:
             wait()
         except AssayError as also:

@@ -46,13 +46,14 @@ class SavePace:
         self._rested = True  # steps were undisturbed since the last one
 
     def saved(self, cost: float, *, state_at: float | None = None) -> None:
-        """One was made just now, for which the loop stood still for so many seconds; its state is of now, or of an earlier time."""
+        """Record that a checkpoint was made just now, for which the loop stood still for so many seconds; its state is of now, or of an
+        earlier time."""
         self._saves.spend(cost)
         self._written_at, self._stood, self._rested, self._disturbed = self.now(), cost, False, True
         self._state_at = self._written_at if state_at is None else state_at
 
     def copied(self, cost: float) -> None:
-        """The best weights were copied to memory; the loop stood still for so many seconds."""
+        """Record that the best weights were copied to memory; the loop stood still for so many seconds."""
         self._copies.spend(cost)
 
     def read(self, seconds: float, steps: int, *, beside: bool) -> None:
@@ -68,8 +69,8 @@ class SavePace:
         self._disturbed = beside
 
     def turn(self, *, best: bool, waiting: bool, room: bool) -> Turn:
-        """What is done with the state of now, where nothing but the time decides. It is of the `best` evaluation so far or not; the one
-        before may be `waiting` in memory to be saved; and memory may have `room` for a copy.
+        """Decide what is done with the state of now, where nothing but the time decides. It is of the `best` evaluation so far or not; the
+        one before may be `waiting` in memory to be saved; and memory may have `room` for a copy.
 
         What waits is saved before anything newer is, so that the best up to a checkpoint is on the disk with it."""
         if self.due():
@@ -86,11 +87,13 @@ class SavePace:
         return now - self._state_at >= MOST_APART or (now - self._written_at >= LEAST_APART and self._affordable())
 
     def _affordable(self) -> bool:
-        """Those before are written, proven and paid off, and steps since then have shown what they take alone."""
+        """Whether a checkpoint is affordable: those before are written, proven and paid off, and steps since then have shown what they take
+        alone."""
         return self._rested and not self._disturbed and self._saves.owed == 0
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint: a run that goes on from it owes what this one did, and the checkpoint itself, which costs what the last did."""
+        """State for a checkpoint: a run that resumes from it owes what this one did, and the checkpoint itself, which costs what the last
+        did."""
         return {"owed": self._saves.owed + self._stood, "owed_for_copies": self._copies.owed, "stood": self._stood}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -96,7 +96,7 @@ class Found:
 
 
 def run_seeds(plan: Plan, say: Callable[[str], None]) -> Found:
-    """Every seed that has not finished, then the verdict on all."""
+    """Run every seed that has not finished, then give the verdict on all."""
     record = Record(plan)
     due = [seed for seed in plan.seeds if not record.finished(seed)]
     for seed in plan.seeds:

@@ -65,7 +65,7 @@ class Ancestry:
 
 
 class WholeModel:
-    """Every parameter is trained. `ancestry` says how a checkpoint stands to what came before it."""
+    """Trained weights of a whole model: every parameter is trained. `ancestry` says how a checkpoint stands to what came before it."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stops: SpecialTokens, ancestry: "Ancestry"):
         self.model, self.tokenizer, self.stops, self.ancestry = model, tokenizer, stops, ancestry
@@ -299,7 +299,7 @@ def refuse_base_dtype(config: Trained) -> None:
 
 
 def refuse_more_ids_than_rows(parent: Artifact, tokenizer: Tokenizer) -> None:
-    """Every id that the tokenizer can say has a row: a proof would find it, after the first steps."""
+    """Refuse a tokenizer that can say an id without a row: a proof would find it, after the first steps."""
     if tokenizer.size > parent.config.vocab:
         raise UsageError(f"{parent.path}: its tokenizer has ids up to {tokenizer.size - 1}, and the model has {parent.config.vocab} rows: "
                          "the tokenizer is another model's, or tokens were added to it alone; give back the right tokenizer.json, or name "
@@ -403,7 +403,7 @@ def prepared(config: Trained, source: Artifact, say: Callable[[str], None], devi
 
 
 def require_rows(config: Trained) -> None:
-    """Every file of --data has a row, before a folder is written for a run that could not begin."""
+    """Require that every file of --data has a row, before a folder is written for a run that could not begin."""
     for source in weighted_sources(getattr(config, "data", ()), "--data"):
         if next(iter(read_rows(local_data(source.name), limit=1)), None) is None:
             raise DataError(f"{source.name}: there is no row in it")
@@ -432,7 +432,7 @@ def require_proven(where: Path, *, against: str | None = None) -> None:
 
 
 def _based(config: Trained, source: Artifact, say: Callable[[str], None]) -> checkpoint.Contents:
-    """In the dtype of what was given: what is frozen is held as its file holds it."""
+    """Contents of RUN/base in the dtype of what was given: what is frozen is held as its file holds it."""
     tokenizer, dtype = source.tokenizer, common_dtype(source.tensors)
     if config.rope_scaling is not None:
         source = replace(source, config=scaled_context(source.config, config.rope_scaling))

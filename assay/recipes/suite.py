@@ -99,7 +99,7 @@ def refuse_unknown(fields: Mapping[str, Any], shape: Mapping[str, Any], where: s
 
 
 def open_tasks(suite: Suite) -> dict[str, Task]:
-    """Every task with its data: what is missing or amiss is said before anything is paid for."""
+    """Open every task with its data: what is missing or amiss is said before anything is paid for."""
     return {name: open_task(TaskRequest(task["task"], suite.folder / task["data"] if "data" in task else None, task.get("limit"),
                                         task.get("grader"), task.get("seed", 0))) for name, task in suite.tasks.items()}
 
@@ -157,8 +157,8 @@ def room_to_lose(parent: Arm) -> float:
 
 
 def judge_suite(suite: Suite, found: list[Comparison], room: Mapping[str, float]) -> Verdict:
-    """One verdict on all comparisons, whose intervals and claims hold together. What a parent cannot do shows nothing: `room` is what
-    each task leaves to lose."""
+    """Judge the suite: one verdict on all comparisons, whose intervals and claims hold together. What a parent cannot do shows nothing:
+    `room` is what each task leaves to lose."""
     facts = {each.group: {"change": each.effect.mean, "low": each.effect.low, "high": each.effect.high, "p": each.p, "claim": each.claim,
                           "margin": suite.margin(each.group)} for each in found}
     lost = [each for each in found if each.claim == "shown worse" and loss_of(each) > suite.margin(each.group)]

@@ -45,7 +45,8 @@ class TeacherPrompt:
 
 def write_teacher_text(config: Distill, teacher: Artifact, student: Tokenizer, device: str,
                        say: Callable[[str], None]) -> tuple[Path, Path]:
-    """The two files. Those of an earlier session are taken as they are, where the same was asked of the same teacher."""
+    """Write the teacher's text for training and for evaluation. The files of an earlier session are taken as they are, where the same was
+    asked of the same teacher."""
     if teacher.tokenizer is None:
         raise UsageError(f"{teacher.path} has no tokenizer, so it can neither be asked nor answer; add tokenizer.json")
     learned, held_out = prompts_of(config)

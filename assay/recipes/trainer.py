@@ -372,7 +372,7 @@ class Trainer:
         return self._late() or first or self.done == self.saves.last or self.done % self.saves.every == 0
 
     def _late(self) -> bool:
-        """By --save-minutes."""
+        """Whether a save is late by --save-minutes."""
         return self.saves.minutes is not None and self.schedule.clock.seconds - self._saved_at >= 60 * self.saves.minutes
 
     def extra_save_due(self) -> bool:
@@ -450,7 +450,8 @@ class Trainer:
             self.run.pass_over(self.done, f"{soon}, and {why or 'copies in memory have taken their share of it'}")
 
     def _must_save(self, best: Path | None) -> bool:
-        """Whatever it costs: the first, the last, and what --save-minutes asks for; and what is not compared with anything."""
+        """Whether this step must be saved, whatever it costs: the first, the last, and what --save-minutes asks for; and what is not
+        compared with anything."""
         last = self._looped or self.over() or self.done == self.saves.last
         return last or best is None or self.done <= self.schedule.multiple or self._late()
 
@@ -477,7 +478,7 @@ class Trainer:
             self.pace.saved(self.run.save_cost.latest, state_at=waiting.at)
 
     def _copy_best(self, contents: Describe) -> None:
-        """To memory, where it waits to be saved."""
+        """Copy the best state to memory, where it waits to be saved."""
         self._waiting = None  # its memory is the new one's
         with self.run.save_cost.copying(), self.run.spent.part("saving"):
             made = contents()

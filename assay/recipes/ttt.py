@@ -153,7 +153,7 @@ class Notes:
             self._finished(text)
 
     def _finished(self, text: Read) -> None:
-        """One line of metrics a document; the bits per byte are those of all documents so far."""
+        """Record a finished document, one line of metrics; the bits per byte are those of all documents so far."""
         self._done.append(text)
         so_far = sum(one.with_ for one in self._done) / sum(one.bytes for one in self._done)
         self.run.record(len(self._done), document=text.name, loss=text.with_ * math.log(2) / (len(text.tokens) - 1),

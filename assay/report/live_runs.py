@@ -116,7 +116,7 @@ class LiveRuns:
         return self._over.is_set()
 
     def look(self) -> None:
-        """One round: runs that came or went, and what each has gained."""
+        """Look once: runs that came or went, and what each has gained."""
         with self._one_at_a_time:
             if time.monotonic() - self._looked >= LOOK_AROUND:
                 self._look_around()

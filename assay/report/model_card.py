@@ -72,7 +72,7 @@ def read_card_evaluation(folder: Path, checkpoint: Checkpoint) -> CardEvaluation
 
 
 def model_card(source: CardSource) -> str:
-    """The same files give the same card."""
+    """Model card of a checkpoint; the same files give the same card."""
     saved = saved_in(source.record.folder)[0] if source.record else []
     parts = [_front_matter(source), f"# {markdown_text(source.name)}", _summary(source), *_about(source), *_ancestry(source, saved),
              *_data(source.record, saved), *_training(source, saved), *_evaluations(source), *_verdicts(source), *_unchecked(source, saved),

@@ -37,7 +37,7 @@ _WRAPPED = re.compile(r"\*\*(.+)\*\*|\$(.+)\$|\\\((.+)\\\)|\\text\{(.+)\}|####(.
 
 @dataclass(frozen=True)
 class Readings:
-    """One completion read both ways. Where the two part, the reward depends on who reads."""
+    """Readings of one completion, strict and lenient. Where the two part, the reward depends on who reads."""
 
     strict: str | None
     lenient: str | None

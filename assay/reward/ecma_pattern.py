@@ -18,7 +18,7 @@ _PIECE = re.compile(r"\\c[A-Za-z]|\\u\{[0-9A-Fa-f]+\}|\\k<\w+>|\\.|\(\?<(?![=!])
 
 @lru_cache(maxsize=1024)
 def python_pattern(pattern: str) -> str:
-    """The same pattern for Python's `re`; a DataError where there is none."""
+    """Pattern translated for Python's `re`; a DataError where there is none."""
     return _compiled(_pieces(pattern), pattern)
 
 

@@ -71,7 +71,7 @@ class EndpointAnswer(Generic[T]):
 
 
 class Unanswered(AssayError):
-    """Every try failed; `faults` says how, `cost` what was paid."""
+    """Error of an endpoint where every try failed; `faults` says how, `cost` what was paid."""
 
     def __init__(self, faults: tuple[str, ...], cost: Cost) -> None:
         super().__init__("; ".join(faults))

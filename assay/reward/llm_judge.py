@@ -73,7 +73,8 @@ class Repeat:
 
 @dataclass
 class Judged:
-    """Every group asked for is in `scores` or in `unjudged`. `shown` holds each call's scores in the order of the page."""
+    """Result of a judge: every group asked for is in `scores` or in `unjudged`. `shown` holds each call's scores in the order of the
+    page."""
 
     scores: dict[str, Scores] = field(default_factory=dict)
     unjudged: list[Unjudged] = field(default_factory=list)

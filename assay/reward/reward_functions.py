@@ -82,7 +82,8 @@ class JudgeOptions:
 
 
 def parse_rewards(specs: Sequence[str], *, relative: bool = False) -> list[RewardSpec]:
-    """Each `NAME[OPTION=VALUE,…]:WEIGHT` or `FILE.py:FUNCTION:WEIGHT`; a weight left out is 1. `relative`: a judge is welcome."""
+    """Parse rewards, each `NAME[OPTION=VALUE,…]:WEIGHT` or `FILE.py:FUNCTION:WEIGHT`; a weight left out is 1. `relative`: a judge is
+    welcome."""
     rewards = [_parsed(spec) for spec in specs]
     if not relative and any(reward.relative for reward in rewards):
         raise UsageError("a judge compares the completions of a group, and here each is scored by itself: give a rule, such as answer; "

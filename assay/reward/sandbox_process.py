@@ -28,7 +28,7 @@ MUTE = (StopIteration, StopAsyncIteration)  # raised inside a map() of the tests
 
 
 class _Unreadable(Exception):
-    """The other side's message is not a value."""
+    """Error of a message from the other side that is not a value."""
 
 
 class Untransportable(Exception):

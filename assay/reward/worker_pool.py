@@ -78,7 +78,7 @@ class RewardWorkers:
         self.close()
 
     def score(self, items: Sequence[RewardItem]) -> list[ScoredItem]:
-        """One Scored for each item, in their order, whatever the order in which the workers finish."""
+        """Score items: one ScoredItem for each, in their order, whatever the order in which the workers finish."""
         read = self._readings(items)
         requests = [_request(number, item, **read.get(number, {})) for number, item in enumerate(items)]
         return [scored_item(answer, self.weights) for answer in self._answers(requests)]
@@ -163,7 +163,7 @@ class ErrorLimit:
 
 
 class _Worker:
-    """One process: started when first asked, replaced after an item that it did not survive."""
+    """Worker process of the pool: started when first asked, replaced after an item that it did not survive."""
 
     def __init__(self, command: str, seconds: float) -> None:
         self.seconds = seconds

@@ -112,8 +112,8 @@ class EngineThread:
         self.ask(lambda: None)  # the thread looks again at what is over
 
     def take_weights(self, path: str | Path, version: str) -> HostedModel:
-        """The first model's next weights, from a folder, under its name: with keys and values of their own. What is under way finishes on
-        the weights that it began with."""
+        """Take the first model's next weights from a folder, under its name: with keys and values of their own. What is under way finishes
+        on the weights that it began with."""
         if not self.size.takes_weights:
             raise RequestRefused("this server's weights stay as they are; start it with assay serve --rollouts", status=409,
                                  code="not_rollouts")

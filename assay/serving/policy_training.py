@@ -231,7 +231,7 @@ class ServedPolicy:
     # ── an update, on the engine's thread ─────────────────────────────────────────────────────────────────────────────
 
     def learn(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """One update on groups of closed trajectories. They are gone afterwards; what is refused leaves everything as it was."""
+        """Train on groups of closed trajectories, one update. They are gone afterwards; what is refused leaves everything as it was."""
         named = [name for group in groups for name in group]
         if not named or any(len(group) != len(groups[0]) for group in groups) or len(groups[0]) < 2 or len(set(named)) < len(named):
             raise RequestRefused("groups: expected lists of at least two trajectories each, all of one length, none twice", param="groups")

@@ -106,7 +106,8 @@ class SeedsVerdict:
 
 def stability(final: Mapping[int, float], curves: Curves | None = None, *, metric: str = "loss", lower_is_better: bool = True,
               noise: float | None = None) -> SeedsVerdict:
-    """One final value of `metric` per seed, and the curves of any metrics: {metric: {seed: [(step, value), …]}}.
+    """Verdict on the stability of a recipe over seeds, from one final value of `metric` per seed, and the curves of any metrics: {metric:
+    {seed: [(step, value), …]}}.
 
     `noise` is the standard deviation between healthy seeds, evaluation included. Without it a metric that is better
     when lower is taken for a loss (0.5 % of its value, or the scatter of its own curves if larger), and any other is

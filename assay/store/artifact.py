@@ -343,7 +343,8 @@ def _adapted(raw: RawArtifact, base: str | Path | None, opened: OpenBase, held: 
 
 
 def open_adapter_base(raw: RawArtifact, given: str | Path | None, opened: OpenBase, held: str | None = None) -> Artifact:
-    """The one that was named, else that of the manifest, else that of the adapter itself; in the dtype that the manifest names."""
+    """Open an adapter's base: the one that was named, else that of the manifest, else that of the adapter itself; in the dtype that the
+    manifest names."""
     recorded = raw.checkpoint.facts.get("base") or {} if raw.checkpoint else {}
     as_trained = partial(opened, held=held or recorded.get("held"))
     return _open_base(raw.place.path, given, recorded.get("path"), raw.fields.get("base_model_name_or_path"), as_trained)

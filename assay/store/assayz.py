@@ -62,7 +62,7 @@ class RoundedRows:
 
 
 def rounded_rows(matrix: NDArray[np.float32], levels: int) -> RoundedRows:
-    """Each row in steps of 4 rms / levels, or of as much as 127 codes need to reach its large weights."""
+    """Rows of a matrix rounded, each in steps of 4 rms / levels, or of as much as 127 codes need to reach its large weights."""
     rms = np.sqrt(np.square(matrix, dtype=np.float64).mean(1))
     wanted = np.maximum(REACH / levels * rms, _least_steps(matrix, REACH / levels * rms))
     unit = np.float32(max(wanted.max() * 2.0 ** (-255 / STEP_CODES), np.finfo(np.float32).tiny))

@@ -45,7 +45,7 @@ def recorded_tensors(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def recorded_digest(manifest: Mapping[str, Any]) -> str:
-    """The same digest, from what the manifest recorded when the tensors were written."""
+    """Digest of the weights, from what the manifest recorded when the tensors were written."""
     return combined_digest(recorded_tensors(manifest))
 
 

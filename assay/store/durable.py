@@ -297,7 +297,7 @@ def require_hash(path: Path, actual: str, expected: str | None, *, what: str = "
 
 @contextlib.contextmanager
 def as_store_error(where: Path) -> Iterator[None]:
-    """Every refusal of the disk becomes a StoreError that says where, why, and what to do."""
+    """Turn every refusal of the disk into a StoreError that says where, why, and what to do."""
     try:
         yield
     except OSError as error:
@@ -437,7 +437,7 @@ def _pieces(chunk: bytes | memoryview) -> Iterator[memoryview]:
 
 
 def _pieces_read(fd: int, start: int, stop: int, path: Path) -> Iterator[memoryview]:
-    """Each piece lies in the same memory as the one before, and is to be used before the next is asked for."""
+    """Pieces of a file, each in the same memory as the one before, and is to be used before the next is asked for."""
     view = memoryview(bytearray(min(READ_BYTES, stop - start)))
     while start < stop:
         with as_artifact_error(path):

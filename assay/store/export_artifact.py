@@ -98,7 +98,7 @@ def _export_compressed(source: Artifact, where: Path, form: str, dtype: str | No
 
 def _fitted_weights(source: Artifact, nearest: dict[str, Tensor], said: Mapping[str, Any], dtype: str,
                     rows: list[list[int]]) -> dict[str, Tensor]:
-    """The same tensors as those of nearest rounding, by llm-compressor's GPTQ."""
+    """Weights rounded by llm-compressor's GPTQ: the same tensors as those of nearest rounding."""
     require_llm_compressor()
     group = said["config_groups"]["group_0"]["weights"]["group_size"]
     with scratch_folder() as scratch:
@@ -150,7 +150,7 @@ def _quantise(source: Artifact, where: Path, kind: str) -> float:
 
 
 def _lineage(source: Artifact) -> Lineage:
-    """The same weights in another form: what is on record of them goes with them."""
+    """Lineage of the same weights in another form: what is on record of them goes with them."""
     facts = source.raw.checkpoint.facts if source.raw.checkpoint else {}
     return Lineage("same", Ancestor(source.digest, str(source.path)), taught_to_stop=bool(facts.get("taught_to_stop")),
                    weight_set=facts.get("weight_set"), scored_set=facts.get("scored_set"))

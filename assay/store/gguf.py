@@ -48,7 +48,7 @@ TENSOR_ROUNDING = {"f32": 1.25e-3, "f16": 1.25e-3, "bf16": 7.5e-3, "q8_0": 2.5e-
 
 
 def read_gguf(path: Path) -> FileModel:
-    """Every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
+    """Read a GGUF model: every tensor once, in the right shape and finite, and the tokenizer that goes with them; else an error."""
     header = read_gguf_header(path)
     config = _config(header, path)
     tensors = _weights(path, header, config)
@@ -370,7 +370,8 @@ def _dequantised(path: Path, header: GgufHeader, names: Collection[str]) -> dict
 
 
 def _weights(path: Path, header: GgufHeader, config: ModelConfig) -> dict[str, Tensor]:
-    """Each tensor is read when ours of that name is made: of the file's own no more than one matrix's parts are held at a time."""
+    """Weights under our names, each read when ours of that name is made: of the file's own no more than one matrix's parts are held at a
+    time."""
     unread = {name: torch.empty(info.shape, device="meta") for name, info in header.tensors.items() if name not in FACTORS}
     name_of = {id(tensor): name for name, tensor in unread.items()}
     with open_regular(path) as fd, open(fd, "rb", closefd=False) as file:

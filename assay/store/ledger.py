@@ -186,7 +186,7 @@ class Ledger:
 
 
 def read_chain(path: Path) -> LedgerChain:
-    """Every line verified: it is as it was sealed, it is the next one, and it names the one before."""
+    """Read a ledger with every line verified: it is as it was sealed, it is the next one, and it names the one before."""
     chain, damage = read_until_damage(path)
     if damage is not None:
         raise damage

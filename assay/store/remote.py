@@ -157,7 +157,7 @@ class RemoteFolder:
             raise UsageError(f"{self.url}/{name}: cannot be found: {error}") from None
 
     def is_there(self) -> bool:
-        """As a folder, and not as an object of that name."""
+        """Whether the URL is there as a folder, and not as an object of that name."""
         return self._tried("", lambda: bool(self._store.isdir(self._root)))
 
     def names(self) -> list[str]:

@@ -163,7 +163,7 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def owned_contents(contents: Contents, headroom: int = 0) -> Contents:
-    """The same contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
+    """Copy of the contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
     if room_on_device([*contents.weights.values(), *(contents.optimizer or {}).values()], headroom):
         with contextlib.suppress(torch.OutOfMemoryError):
             return _owned(contents, device_snapshot)
@@ -185,7 +185,7 @@ def room_on_device(tensors: list[Tensor], headroom: int = 0) -> bool:
 
 
 def room_in_memory(size: int) -> bool:
-    """For a copy of so many bytes that stays, in the machine's memory; False where the machine does not say what is free."""
+    """Whether the machine's memory has room for a copy of so many bytes that stays; False where the machine does not say what is free."""
     return size <= free_memory() // SPARE_OF_MEMORY
 
 

@@ -202,7 +202,7 @@ class NoProver:
 
 
 class RecordingProver(NoProver):
-    """The same, in a run whose witness records are replayed by whoever asks for them."""
+    """Replacement of `Prover` in a run whose witness records are replayed by whoever asks for them."""
 
     witnesses = True
 
@@ -298,7 +298,7 @@ def a_distillation_preflight(blend: DistillationSettings = SOFT_BLEND) -> Job:
 
 
 def a_stored_preflight(folder: Path, plant: Plant) -> list[Verdict]:
-    """The same, of answers that were written and are read back."""
+    """Job: distillation preflight on stored answers that were written and are read back."""
     batch, blend = TinyRun().order().batch(0), DistillationSettings()
     store_answers(folder, batch)
     with plant(folder):

@@ -45,13 +45,13 @@ def a_sharded_run(folder: Path, plant: Plant, optimizer_of: OptimizerOf | None =
 
 
 def a_sharded_muon_run(folder: Path, plant: Plant) -> list[Verdict]:
-    """The same with matrices that move by orthogonalised momentum."""
+    """Job: a sharded run with matrices that move by orthogonalised momentum."""
     return a_sharded_run(folder, plant, lambda model: muon(model.named_parameters(), lr_matrix=1e-2, lr_embed=1e-2, lr_scalar=1e-2,
                                                            slices={FROZEN.replace(".0.", ".1."): qkv_rows(model.config)}))
 
 
 def fork_processes(act: Callable[[], object], count: int) -> list[int]:
-    """The same act in so many processes, which find each other as torchrun's do; their exit codes, in order of rank."""
+    """Run one act in so many processes, which find each other as torchrun's do; their exit codes, in order of rank."""
     importlib.import_module("torch.distributed.fsdp")  # seconds, in every child that would do it
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

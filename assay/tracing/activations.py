@@ -70,7 +70,7 @@ def centred_moments(value: Tensor) -> Tensor:
 
 
 def streamed_moments(rows: Tensor) -> Tensor:
-    """The same from sums of powers, some rows at a time while they are in the cache: a CPU waits for memory, not for arithmetic.
+    """Moments from sums of powers, some rows at a time while they are in the cache: a CPU waits for memory, not for arithmetic.
 
     A mean far from zero, or a value that is not finite, would spoil the sums; then the slower way is taken.
     """

@@ -137,7 +137,7 @@ def observe_sites(model: Transformer, see: SiteObserver) -> Iterator["AttentionO
 
 @contextlib.contextmanager
 def observe_modules(model: nn.Module, config: ModelConfig, modules: SiteModules, see: SiteObserver) -> Iterator["AttentionObserver"]:
-    """The same of any model whose sites are those of `modules`; what is no module is not seen, but for attention."""
+    """Observe any model whose sites are those of `modules`; what is no module is not seen, but for attention."""
     attention = AttentionObserver(see, config.kv_heads)
     layers = [model.get_submodule(f"{modules.layers}.{layer}") for layer in range(config.depth)]
     handles = [layers[0].register_forward_pre_hook(input_hook(see, Site(None, EMBEDDING))),
@@ -204,7 +204,7 @@ class AttentionObserver(TorchFunctionMode):
 
 @contextlib.contextmanager
 def observe_attention(attention: AttentionObserver, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Each layer's attention runs under `attention`'s eyes for the length of the block."""
+    """Observe each layer's attention by `attention` for the length of the block."""
     kept = [module.__dict__.get("forward") for module in modules]
     try:
         for layer, module in enumerate(modules):

@@ -197,7 +197,7 @@ def _prompts(config: "ModelConfig") -> "torch.Tensor":
 
 
 def _their_model(config: "ModelConfig", device: str) -> Any:
-    """The same numbers in transformers' own model."""
+    """transformers' own model with the same numbers."""
     import torch
     import transformers
 

@@ -206,7 +206,7 @@ class Speaker:
         return [*self.system, *self.said]
 
     def request(self, text: str, sampling: "Sampling", turn: int) -> "GenerationRequest":
-        """The whole conversation with its new message, and as many new tokens as there is room for."""
+        """Request with the whole conversation and its new message, and as many new tokens as there is room for."""
         from assay.generate.generation_request import GenerationRequest
 
         ids = self._token_ids([*self.messages, {"role": "user", "content": text}])

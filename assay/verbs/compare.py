@@ -166,7 +166,7 @@ def struck(text: str) -> str:
 
 
 def satisfied(require: str | None, found: "Sequence[Comparison]") -> bool:
-    """The same weights asked twice show nothing about a model, so they satisfy no requirement."""
+    """Whether a requirement is satisfied; the same weights asked twice show nothing about a model, so they satisfy none."""
     if require is not None and any(one.same_weights for one in found):
         return False
     if require == "better":

@@ -58,7 +58,7 @@ def run(flags: FLAGS) -> int:
 
 
 def _prove_each(flags: FLAGS, places: list[Path]) -> int:
-    """One that cannot be opened does not hide the others; where none can, that is the answer."""
+    """Prove each place; one that cannot be opened does not hide the others; where none can, that is the answer."""
     proofs: dict[Path, list[Verdict]] = {}
     refusals: list[UsageError] = []
     for place in places:
@@ -89,7 +89,7 @@ def _summarise(flags: FLAGS, proofs: Mapping[Path, list[Verdict]]) -> None:
 
 
 def prove_artifact(flags: FLAGS) -> list[Verdict]:
-    """Every check in a fresh process; a checkpoint of ours that passes gets its hallmark.
+    """Run every check in a fresh process; a checkpoint of ours that passes gets its hallmark.
 
     That process starts first: it imports torch and transformers while this one imports what asks it. Where there are cores for two, and
     the model may well be read twice, transformers has one of its own."""
@@ -132,7 +132,7 @@ def _proven(flags: FLAGS, *, apart: bool = False) -> list[Verdict]:
 
 
 def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcome:
-    """Every verdict, and what they come to together."""
+    """Print every verdict, and what they come to together."""
     outcome = overall(without_optional(verdicts))
     if as_json:
         print(json.dumps(proof_document(path, verdicts), indent=1))

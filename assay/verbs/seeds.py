@@ -64,7 +64,7 @@ def run(flags: FLAGS) -> int:
 
 
 def plans_by_value(flags: FLAGS) -> dict[str, FLAGS]:
-    """One set under no name, or a set for each value of --over under "option value"."""
+    """Sets of seeds to run: one under no name, or a set for each value of --over under "option value"."""
     if flags.over is None:
         return {"": flags}
     name, _, values = flags.over.partition("=")

@@ -199,7 +199,7 @@ def report_divergence(found: "PassDivergence", moved: "list[WeightChange] | None
 
 
 def print_activations(seen: "Trace", *, every: bool) -> None:
-    """Every site, or for each kind of site the layer in which it is largest."""
+    """Print every site, or for each kind of site the layer in which it is largest."""
     from assay.tracing.activations import STATISTICS
 
     largest: dict[str, Any] = {}

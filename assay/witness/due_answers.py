@@ -63,7 +63,7 @@ def strict_answer(text: str) -> str | None:
 
 
 def lenient_answer(text: str) -> str | None:
-    """The last thing that could be meant."""
+    """Answer read leniently: the last thing that could be meant."""
     said, _ = outside_thoughts(text)
     stated = outermost([*answer_tags(said), *boxes(said), *hashes(said, later=True)])
     if not stated:
@@ -200,7 +200,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def last_number_in(text: str) -> str | None:
-    """The last that no letter, digit or dot stands before."""
+    """Last number of a text that no letter, digit or dot stands before."""
     text, at, last = text.replace("−", "-"), 0, None
     while (found := NUMBER_IN_WORDS.search(text, at)) is not None:
         before = text[found.start() - 1:found.start()]

@@ -399,7 +399,7 @@ def wrong_choice(scored: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]
 
 
 def _shown(found: Any, due: Any) -> str:
-    """The two from where they part."""
+    """Excerpts of two texts from where they part."""
     words, wanted = (each if isinstance(each, str) else repr(each) for each in (found, due))
     at = next((place for place, (one, other) in enumerate(zip(words, wanted, strict=False)) if one != other), min(len(words), len(wanted)))
     return f"{words[max(0, at - 20):at + 40]!r} for {wanted[max(0, at - 20):at + 40]!r}"

@@ -98,7 +98,8 @@ def filled(order: Sequence[int], lengths: Sequence[int], room: int) -> Iterator[
 
 
 def best_filling(stock: dict[int, list[int]], free: int) -> int:
-    """One that fills the row, one that fills it with another, the longest after which another fits, the longest that fits; else 0."""
+    """Length to pack next: one that fills the row, one that fills it with another, the longest after which another fits, the longest that
+    fits; else 0."""
     fitting = sorted(length for length in stock if length <= free)
     if not fitting:
         return 0

@@ -285,7 +285,7 @@ def due_costs(kept: KeptStep, twin: TwinModel, adapter: Adapter | None) -> CostO
 
 
 def judge_step(kept: KeptStep, rows: list[list[DueText]], steps: int | None) -> Verdict:
-    """Every difference in words; the first of them is usually the cause of the others."""
+    """Judge a replayed step: every difference in words; the first of them is usually the cause of the others."""
     if kept.options.get("master_dtype", "fp32") != "fp32":
         raise NotWitnessed("--master-dtype bf16: the draws of stochastic rounding are not made again here")
     if (optim := kept.options.get("optim", "adamw")) != "adamw":

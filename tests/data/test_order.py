@@ -162,7 +162,7 @@ def test_ranks_read_different_windows_and_together_what_one_would(corpus: Corpus
 # ---------------------------------------------------------------- the data ledger; C15-C17: resume
 
 def written_by(plan: Order, steps: list[int]) -> dict[int, str]:
-    """What a run writes down that believes to be at step 0, 1, … but reads the batches of `steps`."""
+    """Records of a run that believes to be at step 0, 1, … but reads the batches of `steps`."""
     return {step: ids_digest(plan.batch(read).ids) for step, read in enumerate(steps)}
 
 

@@ -29,7 +29,7 @@ LOSSES = [PreferenceSettings(), PreferenceSettings("ipo"), PreferenceSettings("h
 
 
 def pairs_of_two_models() -> Batch:
-    """As another model's reference sees them."""
+    """Pairs with another model's reference."""
     pairs = tiny_pairs(8)
     batch = pair_rows([pairs[:2], pairs[2:4], pairs[4:6], pairs[6:]], 64)
     with torch.no_grad():

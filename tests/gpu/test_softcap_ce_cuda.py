@@ -30,7 +30,7 @@ def problem(V, dtype, N=N):
 
 
 def eager(hidden, head, targets, weight, softcap):
-    """What one writes without a kernel: a bf16 product, the rest in fp32."""
+    """Eager loss, as one writes it without a kernel: a bf16 product, the rest in fp32."""
     logits = (hidden @ head.T).float()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return (weight * F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")).sum()

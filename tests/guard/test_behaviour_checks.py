@@ -33,7 +33,7 @@ MINE = [fault for fault in FAULTS.values() if fault.job.__module__ == speech_fau
 
 
 def without_others(monkeypatch) -> None:
-    """What transformers says of these files is another test's matter, and takes seconds to ask."""
+    """Skip the check through transformers, which is another test's matter, and takes seconds."""
     monkeypatch.setattr(proof, "PROOF_CHECKS", tuple(check for check in proof.PROOF_CHECKS if check.__name__ != "check_consumer"))
 
 
@@ -193,7 +193,7 @@ def test_a_request_reaches_the_fresh_process_whole():
 
 
 class WhenAsked:
-    """In the place of `Prover`: a proof is made when the loop asks for it, in the loop's own thread."""
+    """Replacement of `Prover`: a proof is made when the loop asks for it, in the loop's own thread."""
 
     witnesses = False
 
@@ -285,7 +285,7 @@ def test_no_samples_reach_no_proof_of_the_run(tmp_path, monkeypatch):
 
 
 def without_a_stop(model):
-    """Its words go round: what ended a text leads to the first word."""
+    """Model whose words go round: what ended a text leads to the first word."""
     tokenizer, stops = speech_faults.spoken_tokenizer()
     first = tokenizer.encode(f" {speech_faults.TINY_WORDS[0]}")[0]
     with torch.no_grad():
@@ -295,7 +295,7 @@ def without_a_stop(model):
 
 
 def child_of(parent: Path, where: Path, model) -> Path:
-    """As a fine-tuning saves it, with nothing on record of stop tokens."""
+    """Child as a fine-tuning saves it, with nothing on record of stop tokens."""
     return save_talking_model(where, model, Lineage("moved", Ancestor(open_artifact(parent).digest, str(parent)))).folder
 
 

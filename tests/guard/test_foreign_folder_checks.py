@@ -34,7 +34,7 @@ def found(check: str, verdicts: list[Verdict]) -> Verdict:
 
 
 def trained(model: Transformer, rate: float, steps: int) -> Transformer:
-    """On few tokens: most rows of the embedding never move, some elements hardly do."""
+    """Model trained on few tokens: most rows of the embedding never move, some elements hardly do."""
     optimizer, chance = torch.optim.AdamW(model.parameters(), lr=rate), torch.Generator().manual_seed(1)
     for _ in range(steps):
         tokens = torch.randint(0, 40, (2, 16), generator=chance)

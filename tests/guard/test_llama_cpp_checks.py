@@ -72,7 +72,7 @@ def test_q5_1_is_read_as_the_gguf_package_reads_it(tmp_path):
 
 @pytest.fixture(scope="module")
 def heard(source, tmp_path_factory):
-    """What llama.cpp would say of a q8_0 file if it computed as Assay does."""
+    """Answers of llama.cpp about a q8_0 file if it computed as Assay does."""
     artifact, file = open_artifact(source), tmp_path_factory.mktemp("file") / "m.gguf"
     export_artifact(artifact, "gguf", file, "q8_0")
     model, rounded = (build_model(one).float().eval() for one in (artifact, open_artifact(file)))

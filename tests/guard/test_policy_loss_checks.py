@@ -42,7 +42,8 @@ def test_anything_else_is_refuted(other: dict):
 
 
 def with_one_loud_channel() -> Transformer:
-    """As trained models have: what all logits share is a hundred times what tells them apart, and gradients are sums that cancel."""
+    """Model with one loud channel, as trained models have: what all logits share is a hundred times what tells them apart, and gradients
+    are sums that cancel."""
     model = initialised(replace(tiny_config(), depth=8, windows=(None,) * 8), 4)
     with torch.no_grad():
         model.embed.weight[:, 3] += 4.0

@@ -57,7 +57,8 @@ def kept() -> Iterator[ProvingProcess]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[ProvingProcess]:
-    """For tests that end no process: to start one takes longer than their proofs, and it knows nothing of the next test's folders."""
+    """Proving process for tests that end no process: to start one takes longer than their proofs, and it knows nothing of the next test's
+    folders."""
     process = ProvingProcess(1, "cpu")
     yield process
     process.kill()
@@ -66,7 +67,7 @@ def lasting() -> Iterator[ProvingProcess]:
 
 @pytest.fixture
 def lent(lasting: ProvingProcess) -> Iterator[ProvingProcess]:
-    """In the place of `kept`."""
+    """Replacement of `kept`."""
     with PROVING_PROCESSES.keeping():
         lasting.asked = 0
         PROVING_PROCESSES._idle.append(lasting)

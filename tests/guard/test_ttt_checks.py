@@ -62,7 +62,7 @@ def test_learning_before_scoring_is_seen_within_the_chunk():
 
 
 def peeking(ahead):
-    """What is so many tokens ahead shines through."""
+    """Plant a forward pass that sees the token so many places ahead."""
     hidden = Transformer.hidden
 
     def forward(model, tokens, **given):

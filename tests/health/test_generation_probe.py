@@ -210,7 +210,7 @@ def test_the_verb_finds_the_first_bad_checkpoint_and_compares_with_a_parent(chec
 
 
 def said(capsys, folder, *argv: str) -> dict:
-    """To twelve prompts of which any text is an answer."""
+    """Output of `assay probe` on twelve prompts of which any text is an answer."""
     prompts = folder / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Tell me of {what}.", "short": True, "ends": False}) + "\n" for what in WORDS[:12]))
     verb.run(parse(verb.FLAGS, [*argv, "--prompts", str(prompts), "-n", "1", "--max-new-tokens", "16", "--json", "--device", "cpu"],

@@ -82,7 +82,7 @@ def test_wandb_offline_has_every_step_and_the_model(sums, tmp_path):
 
 
 def offline_records(file: Path) -> Iterator[Any]:
-    """Of the log that `wandb sync` would send."""
+    """Records of the log that `wandb sync` would send."""
     from wandb.proto import wandb_internal_pb2
 
     for data in logged(file.read_bytes()):

@@ -48,7 +48,7 @@ def main(words: list[str]) -> int:
 
 
 def ask(name: str, folder: Path) -> dict[str, Any]:
-    """What a judge says, as JSON; `absent` where it cannot be asked."""
+    """Answer of a judge as JSON; `absent` where it cannot be asked."""
     module = importlib.import_module(f"tests.judges.{name}")
     day, began = datetime.date.today().isoformat(), time.monotonic()
     try:

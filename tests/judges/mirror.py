@@ -249,7 +249,7 @@ def soup_rows(scratch: Path) -> Iterator[Row]:
 
 
 def run_soup(scratch: Path, *words: str) -> str:
-    """In the folder that holds what is named: soup reads nothing outside of it."""
+    """Run soup in the folder that holds what is named: it reads nothing outside of it."""
     told = subprocess.run([SOUP, "--no-audit-log", "--no-telemetry", *words], capture_output=True, text=True, timeout=180, cwd=scratch)
     if told.returncode:
         return f"error: exit {told.returncode}"
@@ -269,7 +269,7 @@ def soup_infers(scratch: Path, folder: Path) -> str:
 
 
 def data_check(base: Path, file: Path) -> str:
-    """As `assay data check` says it."""
+    """Answer of `assay data check`."""
     tokenizer = Tokenizer.from_folder(base)
     stops = resolve_special_tokens(tokenizer, {}, {})
     try:

@@ -13,7 +13,7 @@ PINS = {"llama.cpp": "b21e4de74567f5eef213765c9476a843c2e43f0d", "JSON-Schema-Te
 
 
 class AbsentJudge(Exception):
-    """What a judge needs is not here; the sentence says what and where it comes from."""
+    """Error of a judge whose requirements are not here; the sentence says what and where it comes from."""
 
 
 @dataclass

@@ -64,7 +64,7 @@ def supervised(ours: Tokenizer, row: dict[str, Any], scratch: Path) -> list[str]
 
 
 def expected_turns(theirs: Any, row: dict[str, Any], ours: Tokenizer) -> list[str] | None:
-    """What transformers writes from the generation prompt to the first end token after each assistant turn."""
+    """Text that transformers writes from the generation prompt to the first end token after each assistant turn."""
     turns = []
     for k, message in enumerate(row["messages"]):
         if message["role"] == "assistant":

@@ -123,7 +123,7 @@ def angles(batches, T, half):
 
 
 def turned_back(d_q, d_k, d_v, cos, sin):
-    """In float64, as complex numbers: the gradient of a rotation is the rotation back."""
+    """Gradient of a rotation in float64, as complex numbers: the rotation back."""
     back = torch.complex(cos.double(), -sin.double())
     d_q, d_k = (torch.cat([(z := torch.complex(*d.double().chunk(2, -1)) * back).real, z.imag], -1) for d in (d_q, d_k))
     return torch.cat([d_q, d_k, d_v.double()], 2).flatten(2)
@@ -197,7 +197,7 @@ def test_rotated_through_autograd(used):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """As on a GPU in bf16."""
+    """Use the fused path, as on a GPU in bf16."""
     gated_activation.register_gated_backward()
     rms_norm.register_norm_backward()
     rotary.register_rotated_backward()

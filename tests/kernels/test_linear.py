@@ -9,7 +9,7 @@ from assay.kernels.linear import linear, plain_linear, register_weight_gradient,
 
 @pytest.fixture(autouse=True)
 def without_onednn(monkeypatch):
-    """Its bf16 products end some virtual machines' processes by an illegal instruction."""
+    """Switch oneDNN off: its bf16 products end some virtual machines' processes by an illegal instruction."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 

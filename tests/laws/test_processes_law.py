@@ -35,7 +35,7 @@ Recipe = Callable[[], RunOutcome]
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     monkeypatch.setattr(run, "Prover", NoProver)
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])

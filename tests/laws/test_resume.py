@@ -26,7 +26,7 @@ VARIANTS = {"muon": {}, "adamw, soft cap, average": {"optimizer": "adamw", "shap
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What each variant leaves when nothing happens."""
+    """Output of each variant when nothing happens."""
     left = {}
     for name, changed in VARIANTS.items():
         config = options(tmp_path_factory.mktemp("runs") / "whole", **changed)

@@ -40,7 +40,7 @@ CLOSE = 2e-4  # of a weight after a few steps; a share left out or counted twice
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     monkeypatch.setattr(run, "Prover", NoProver)
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
@@ -70,7 +70,7 @@ def fit(home: Path, out: Path, **changes: Any) -> Sft:
 
 
 def quietly(recipe: Callable[..., RunOutcome], config: Any) -> RunOutcome:
-    """What it says is kept beside its folder."""
+    """Run a recipe whose lines are kept beside its folder instead of printed."""
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     with Path(f"{config.out}.said").open("a", buffering=1) as said:
         return recipe(config, lambda line: print(line, file=said))
@@ -88,7 +88,7 @@ def assert_near(found: Checkpoint, due: Checkpoint) -> None:
 
 
 def digests(found: Checkpoint) -> tuple[str, dict[str, str]]:
-    """Of logical tensors, in whatever files they lie."""
+    """Digests of logical tensors, in whatever files they lie."""
     return recorded_digest(found.manifest), {
         name: facts["sha256"] for file, tensors in found.manifest["tensors"].items() if file.startswith("optimizer")
         for name, facts in tensors.items()}

@@ -32,7 +32,7 @@ VOCAB = 40
 
 
 def model(seed: int, family: str = "assay", *, loud: float = 4.0, **geometry) -> Transformer:
-    """In float64, with logits large enough to matter to a soft cap of 2."""
+    """Model in float64, with logits large enough to matter to a soft cap of 2."""
     made = tiny_model(family, seed, vocab=VOCAB, **({"softcap": 2.0} if family == "assay" else {}), **geometry).double()
     with torch.no_grad():
         made.norm.weight.mul_(loud)

@@ -88,7 +88,7 @@ def test_the_polynomials_are_the_papers():
 # ── Muon's step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def two_steps(matrices, grads, slices=None, **named):
-    """Of gradients in different directions: the given ones, then those with their columns reversed."""
+    """Take two optimizer steps on gradients in different directions: the given ones, then those with their columns reversed."""
     module = nn.ParameterDict({name: nn.Parameter(m.clone()) for name, m in matrices.items()})
     optimizer = muon(module.named_parameters(), lr_matrix=0.1, lr_embed=1, lr_scalar=1, slices=slices, **named)
     for turn in (lambda g: g, lambda g: g.flip(1)):

@@ -31,7 +31,7 @@ def example(name: str, tokens: list[int], prompt: int) -> TrainingExample:
 
 
 def tiny_pairs(count: int = 5, seed: int = 0) -> list[PreferencePair]:
-    """Of ragged lengths."""
+    """Pairs of ragged lengths."""
     draw = np.random.default_rng(seed)
     made = []
     for number in range(count):
@@ -43,7 +43,7 @@ def tiny_pairs(count: int = 5, seed: int = 0) -> list[PreferencePair]:
 
 
 def with_reference(batch: Batch, seed: int = 7) -> Batch:
-    """Of another model: a policy that has moved."""
+    """Batch with the reference of another model: a policy that has moved."""
     with torch.no_grad():
         return replace(batch, reference=token_logprobs(tiny_model("llama", seed), batch)[0])
 

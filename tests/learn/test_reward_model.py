@@ -64,7 +64,7 @@ def test_value_and_gradients_are_those_of_transformers_classifier_with_trls_loss
 
 
 def trainer_of(model: Any, settings: RewardModelSettings) -> SimpleNamespace:
-    """What TRL's loss asks of its trainer."""
+    """Trainer as far as TRL's loss needs it."""
     alone = SimpleNamespace(gather=lambda values: values, gather_for_metrics=lambda values: values)
     return SimpleNamespace(model=model, args=SimpleNamespace(center_rewards_coefficient=settings.center), accelerator=alone,
                            _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1)

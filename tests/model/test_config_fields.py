@@ -94,7 +94,7 @@ def their_model(fields: Fields) -> torch.nn.Module:
 
 
 def file_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """As save_pretrained writes them: a tied head once, Qwen's experts apart."""
+    """Tensors as save_pretrained writes them: a tied head once, Qwen's experts apart."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     found = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     for name in [name for name in found if name.endswith("mlp.experts.gate_up_proj") and model.config.model_type != "gpt_oss"]:

@@ -100,7 +100,7 @@ def test_names_that_are_no_models_are_told_so(cache, monkeypatch):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as the client asks for; it remembers what was asked."""
+    """Stand-in for the hub, as far as the client asks for it; it remembers what was asked."""
 
     files: dict[str, bytes] = {}  # noqa: RUF012  (set by the test)
     asked: list[str] = []  # noqa: RUF012

@@ -276,7 +276,7 @@ def candidates(bench: Bench, rooms: tuple[str, ...], wanted: Callable[[Mutant], 
 
 
 def drawn(found: dict[str, dict[str, list[Mutant]]], seed: int) -> Iterator[Mutant]:
-    """In turn from every room, and within it from every rule: any beginning of the campaign is a sample of the whole."""
+    """Mutants drawn in turn from every room, and within it from every rule: any beginning of the campaign is a sample of the whole."""
     rooms = {}
     for room, rules in found.items():
         lists = []

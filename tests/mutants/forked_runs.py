@@ -62,7 +62,7 @@ class Ended:
 
 
 def preload(names: Iterable[str] = ALWAYS) -> None:
-    """What is not installed here is missing in every run alike."""
+    """Import what runs need; what is not installed here is missing in every run alike."""
     os.environ |= ENVIRONMENT
     for name in names:
         if name.partition(".")[0] not in ("assay", "tests", "__main__", "sitecustomize"):
@@ -113,7 +113,7 @@ def wait(run: ForkedRun) -> Ended:
 
 
 def _leave(*_: object) -> NoReturn:
-    """With all that was started. Nothing is raised: what this process would unwind is the campaign's own."""
+    """End this process with all that was started. Nothing is raised: what this process would unwind is the campaign's own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _end_descendants()
@@ -147,7 +147,7 @@ def _descendants(root: int) -> set[int]:
 # ---------------------------------------------------------------- a command, and the processes that it asks for
 
 def run_command(run: ForkedRun) -> Ended:
-    """In a job: start the command, fork what it asks for, and end everything when it ends or at the time limit."""
+    """Run a command as a job: start it, fork what it asks for, and end everything when it ends or at the time limit."""
     began = time.monotonic()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     outputs = [os.open(run.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for name in (".stdout", ".stderr")]

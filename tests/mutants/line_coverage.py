@@ -14,7 +14,7 @@ TOOL = "assay mutants"
 
 
 def begin() -> None:
-    """Of this process and its threads; exec'd children begin their own from sitecustomize.py."""
+    """Begin recording lines of this process and its threads; exec'd children begin their own from sitecustomize.py."""
     place = os.open(os.path.join(os.environ[FOLDER], f"{os.getpid()}-{threading.get_ident()}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     seen: set[tuple[str, int, bool]] = set()
 

@@ -111,7 +111,7 @@ REFERENCE_RUNS = (
 
 
 def make_fixtures(home: Path, needed: set[str]) -> None:
-    """With the package as it is; in a process of its own."""
+    """Make the fixtures with the package as it is; in a process of its own."""
     from assay.testing.tiny_models import save_adapter, save_model, tiny_model
     from assay.zoo.ttt_faults import repetitive_texts
 

@@ -325,7 +325,7 @@ def _line_starts(source: str) -> list[int]:
 
 
 def _text(node: ast.AST) -> str:
-    """In brackets, where it is an expression: what stands around it must not bind differently."""
+    """Source text of a node, in brackets where it is an expression: what stands around it must not bind differently."""
     text = ast.unparse(ast.fix_missing_locations(node))
     plain = isinstance(node, ast.stmt | ast.Name | ast.Constant | ast.Call | ast.Attribute | ast.Subscript)
     return text if plain else f"({text})"

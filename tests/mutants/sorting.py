@@ -85,7 +85,7 @@ def pattern(key: str) -> str:
 
 
 def volatile_keys(clean: list[Left]) -> set[tuple[str, str]]:
-    """What two clean runs do not agree on."""
+    """Keys on which two clean runs do not agree."""
     found: set[tuple[str, str]] = set()
     for other in clean[1:]:
         for name in clean[0].keys() | other.keys():

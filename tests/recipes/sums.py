@@ -20,14 +20,14 @@ TAUGHT = 200  # steps: most sums are known by then
 
 
 class Believer(NoProver):
-    """In the place of `Prover`: every save earns a hallmark at once."""
+    """Replacement of `Prover`: every save earns a hallmark at once."""
 
     def start(self, folder: Path, **_: Any) -> None:
         write_hallmark(open_checkpoint(folder), [proven("whole", "in this test")])
 
 
 def unproven(patch: pytest.MonkeyPatch, prover: type = NoProver) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     patch.setattr(run, "Prover", prover)
     patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
 

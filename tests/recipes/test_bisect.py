@@ -24,7 +24,7 @@ FIRST_BAD = 40
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """From step 40 on one matrix of layer 1 is another; the held-out loss tells."""
+    """Run in which from step 40 on one matrix of layer 1 is another; the held-out loss tells."""
     folder = tmp_path_factory.mktemp("run")
     with (folder / "eval.jsonl").open("w") as looks:
         for step in STEPS:

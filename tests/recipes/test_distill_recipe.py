@@ -113,7 +113,7 @@ def options(home: Path, out: Path, **changed: Any) -> Distill:
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     monkeypatch.setattr(run, "Prover", NoProver)
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
@@ -173,7 +173,7 @@ def test_the_student_comes_nearer_to_its_teacher_than_by_the_text_alone(home: Pa
 
 
 def held_out(home: Path, config: Distill, model: Path) -> Agreement:
-    """On what the run held out, by another way than the run's."""
+    """Agreement with the teacher on what the run held out, by another way than the run's."""
     start, data = loaded(config)
     teacher = distill.load_teacher(config, start, data, "cpu", lambda _: None)
     return teacher.agreement(build_model(open_artifact(model)), data.held_out_batches(4))
@@ -204,6 +204,7 @@ def test_the_last_batchs_loss_is_no_result(home: Path, tmp_path: Path, monkeypat
     verdicts = distill.distill(config, lambda _: None).verdicts
     assert (verdicts[-1].check, verdicts[-1].outcome) == ("result", Outcome.REFUTED)
     assert "such as the last batch's" in verdicts[-1].reason
+    assert (tmp_path / "run" / "model" / "quarantine.json").is_file()
 
 
 @pytest.mark.arithmetic
@@ -237,7 +238,7 @@ def test_a_student_of_some_of_the_teachers_layers(home: Path, tmp_path: Path):
     assert all(tensor.equal(teacher.tensors[name.replace("blocks.1.", "blocks.2.")]) for name, tensor in student.tensors.items())
     facts = open_checkpoint(tmp_path / "run" / "student").facts["run_config"]["made_of"]
     assert (facts["weights"], facts["layers"]) == (teacher.digest, [0, 2])
-    distilled(config)  # a second sitting finds its student
+    distilled(config)  # a second session finds its student
     with pytest.raises(UsageError, match="expected 2 to 2"):
         distill.distill(options(home, tmp_path / "other", student_layers=3), lambda _: None)
 
@@ -431,7 +432,7 @@ def test_oneself_teaches_nothing(home: Path, tmp_path: Path):
 
 
 class Proving(NoProver):
-    """In the place of fresh processes: says PROVEN of all that it is given, and remembers what that was."""
+    """Replacement of fresh processes: says PROVEN of all that it is given, and remembers what that was."""
 
     def __init__(self) -> None:
         self.given: list[Path] = []
@@ -545,7 +546,7 @@ def test_a_teacher_of_another_tokenizer_writes_text(home: Path, tmp_path: Path):
     evaluated = rows(tmp_path / "run" / "eval.jsonl")
     assert sum(evaluated[-1]["per_document"]) < sum(evaluated[0]["per_document"])
     before = (tmp_path / "run" / "teacher.jsonl").read_bytes()
-    distilled(config)  # a second sitting reads them again
+    distilled(config)  # a second session reads them again
     assert (tmp_path / "run" / "teacher.jsonl").read_bytes() == before
     write(tmp_path / "run" / "teacher.jsonl", [row | {"asked": "otherwise"} for row in kept])
     with pytest.raises(UsageError, match="what another teacher said, or was asked otherwise"):

@@ -1,4 +1,4 @@
-"""Stopping early: on evidence alone, refused where it could not know, and the same in every sitting."""
+"""Stopping early: on evidence alone, refused where it could not know, and the same in every session."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(asked, words):
 
 
 def test_a_run_stops_early_hands_over_and_does_not_begin_again(tmp_path: Path):
-    """With a learning rate of next to nothing; the second sitting of the same command takes no step, and one without patience goes on."""
+    """With a learning rate of next to nothing; the second session of the same command takes no step, and one without patience goes on."""
     asked = {"save_steps": 1, "lr_scheduler_type": "cosine", "learning_rate": 1e-5, "embedding_learning_rate": 1e-5, "weight_decay": 0.0,
              "early_stopping_threshold": 0.05}
     config = options(tmp_path / "run", early_stopping_patience=2, **asked)

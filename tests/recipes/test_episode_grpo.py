@@ -202,7 +202,7 @@ def test_plain_words_that_are_taken_for_a_tool_call_are_refuted(monkeypatch: pyt
 
 
 def plain_insert(plain: ChatWriter, answered: Any) -> list[str | None]:
-    """As if there were no chat template."""
+    """Insert messages as if there were no chat template."""
     for transcript, messages in answered:
         transcript.hear(messages, plain.pieces("".join(each["content"] for each in messages), messages))
     return [None] * len(answered)

@@ -1,4 +1,4 @@
-"""Evaluation during a run: comparable from one time to the next, remembered across sittings, and silent about a gap that cannot be."""
+"""Evaluation during a run: comparable from one time to the next, remembered across sessions, and silent about a gap that cannot be."""
 
 from functools import partial
 from pathlib import Path

@@ -20,7 +20,7 @@ from tests.recipes.sittings import LENGTH, ROWS, events, options, sit
 
 @pytest.fixture(autouse=True)
 def unproven_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says of an export is the matter of tests/guard/test_proof.py."""
+    """Leave exports unproven: what a fresh process says of one is the matter of tests/guard/test_proof.py."""
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
 
 
@@ -95,6 +95,6 @@ def test_a_hand_over_that_is_refuted_takes_the_hallmark_back(tmp_path: Path, mon
     with pytest.raises(UsageError, match="is quarantined: exported bytes score"):
         given(Sft(model=str(model), data=("rows.jsonl",), out=str(tmp_path / "tuned")))
     monkeypatch.setattr(hand_over, "SAME_SCORE", 1e-4)
-    handed(config)  # the next sitting sets it aside, and makes a good one
+    handed(config)  # the next session sets it aside, and makes a good one
     assert open_checkpoint(model).hallmark is not None
     assert open_checkpoint(tmp_path / "run" / "earlier-1-model").quarantined

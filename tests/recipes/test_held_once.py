@@ -27,7 +27,7 @@ from tests.live_bytes import LiveBytes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In bf16 and in seven shards."""
+    """Model folder in bf16 and in seven shards."""
     where = tmp_path_factory.mktemp("held") / "model"
     where.mkdir()
     model = tiny_model("qwen3", width=128, depth=4, windows=(None,) * 4, heads=8, kv_heads=4, hidden=384, tied=False)

@@ -53,7 +53,7 @@ def options(home: Path, out: Path, **changed: Any) -> Kto:
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py."""
     monkeypatch.setattr(run, "Prover", NoProver)
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])

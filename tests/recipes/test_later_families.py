@@ -17,7 +17,7 @@ from assay.verdict import Outcome, proven
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch):
-    """What a fresh process says is the matter of tests/model/test_model_families.py."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/model/test_model_families.py."""
     monkeypatch.setattr(run, "Prover", NoProver)
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])

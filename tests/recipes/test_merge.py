@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py."""
     monkeypatch.setattr(merge, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
 
 

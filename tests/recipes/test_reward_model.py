@@ -51,7 +51,7 @@ def options(home: Path, out: Path, **changed: Any) -> RewardModel:
 
 
 def quietly(patch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py."""
     patch.setattr(run, "Prover", NoProver)
     patch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     patch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])

@@ -48,7 +48,7 @@ def texts(asked: Asked) -> list[str]:
 
 
 def rehearsed(asked: Asked) -> bool:
-    """Before the run, one completion of every group is empty."""
+    """Whether this is the judge's preflight: before the run, one completion of every group is empty."""
     return "" in texts(asked)
 
 

@@ -69,7 +69,7 @@ def test_epochs_that_no_step_reaches_are_not_planned():
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
+    """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py and of the toy."""
     monkeypatch.setattr(run, "Prover", NoProver)
     monkeypatch.setattr(hand_over, "prove", lambda request: [proven("whole", "not looked at")])
     monkeypatch.setattr(starting_model, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
@@ -491,7 +491,7 @@ def test_a_child_that_does_not_start_as_its_parent_is_stopped(lost: str, parent:
 
 @pytest.mark.parametrize("first", ["killed", "refuted"])
 @pytest.mark.parametrize("made", ["base", "student"])
-def test_what_a_sitting_made_and_did_not_prove_is_proven_by_the_next(made: str, first: str, home: Path, tmp_path: Path, monkeypatch):
+def test_what_a_session_made_and_did_not_prove_is_proven_by_the_next(made: str, first: str, home: Path, tmp_path: Path, monkeypatch):
     asked: list[Path] = []
 
     def prove(folder: Path, **_: Any) -> list[Verdict]:

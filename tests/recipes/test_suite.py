@@ -35,7 +35,7 @@ probes: {n: 1, max_new_tokens: 8}
 
 
 def taught_model(sentences: list[str]) -> Transformer:
-    """It has read these a few times, and is far better at them than an untaught one."""
+    """Model that has read these texts a few times, and is far better at them than an untaught one."""
     model, tokenizer = tiny_model("llama"), tiny_tokenizer(template=False)
     rows = [[Example(text, ids, (0,) + (1,) * (len(ids) - 1), (text,), 1)] for text in sentences if (ids := tokenizer.encode(text))]
     batch = packed_rows(rows, 64, 0)

@@ -115,7 +115,7 @@ def test_all_seeds_lost():
     assert "2 of 2 seeds collapsed" in summary["sentence"]
 
 
-def test_a_score_of_an_earlier_sitting_is_not_how_a_stopped_run_ended():
+def test_a_score_of_an_earlier_session_is_not_how_a_stopped_run_ended():
     endings = {1: Ending(0, ""), 2: Ending(4, "stopped by a guard: x")}
     score = Estimate(1.2, 1.1, 1.3, 9)
     _, summary = judged(endings, {1: score, 2: score}, {})

@@ -59,7 +59,7 @@ def test_a_run_that_may_not_be_read_is_a_row_beside_the_others(tmp_path: Path, m
     assert "Permission denied" in other.reason
 
 
-def test_a_resumed_run_stands_as_its_last_sitting_ended(tmp_path: Path):
+def test_a_resumed_run_stands_as_its_last_session_ended(tmp_path: Path):
     ledger = Ledger(a_run(tmp_path / "run") / "ledger.jsonl")
     ledger.append("resume", recipe="Sft")
     ledger.append("retire", checkpoint="step-000040")

@@ -30,7 +30,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With everything that a page can show, and hostile text in all of it."""
+    """Report page with everything that a page can show, and hostile text in all of it."""
     home = tmp_path_factory.mktemp("pages")
     run = a_run(home / "run", recipe="Grpo", verdicts=some_verdicts(HOSTILE), config={"model": "x" * 300})
     rows = [*metrics(60), *({**row, HOSTILE: 1.0} for row in rollouts(60))]

@@ -27,7 +27,7 @@ SHORT = Limits(seconds=1, wall_seconds=1.2, output_bytes=1 << 16)
 
 
 class Outside:
-    """What a program could reach if the walls had a hole."""
+    """Things outside that a program could reach if the walls had a hole."""
 
     def __init__(self, folder):
         self.secret = folder / "secret.txt"
@@ -104,7 +104,7 @@ def test_nothing_outside_was_touched_and_nothing_is_left(outcomes):
 
 @contextmanager
 def recorded_users():
-    """Which users the sandboxes ran as; only root can give each its own."""
+    """Users that the sandboxes ran as; only root can give each its own."""
     users, draw = set(), sandbox.secrets.randbelow
 
     def drawn(below):

@@ -492,7 +492,7 @@ def test_an_adapter_that_comes_back_while_it_finishes_is_held_once(folders):
 
 @contextlib.contextmanager
 def in_time():
-    """What would go on for ever is ended after a minute, and that is a failure."""
+    """Time limit of a minute: what would go on for ever is ended, and that is a failure."""
     late = []
     clock = threading.Timer(60, lambda: (late.append(True), os.kill(os.getpid(), signal.SIGTERM)))
     clock.start()

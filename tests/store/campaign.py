@@ -49,7 +49,7 @@ Say = Callable[[str, int, str], None]  # (what returned, step, digest)
 
 @dataclass
 class Tally:
-    """What a part of the campaign tried, what it met on the way, and every promise it saw broken."""
+    """Tally of a part of the campaign: what it tried, what it met on the way, and every promise it saw broken."""
 
     what: str
     tried: int = 0
@@ -72,7 +72,7 @@ def contents(step: int, floats: int = 8) -> Contents:
 
 
 def live(folder: Path, first: int, last: int, say: Say, floats: int = 8) -> None:
-    """What a run does: save, hallmark, log, retain; `say` tells the outside what has returned and must now hold."""
+    """Live as a run does: save, hallmark, log, retain; `say` tells the outside what has returned and must now hold."""
     with contextlib.closing(Ledger(folder / "ledger.jsonl")) as ledger:
         for step in range(first, last + 1):
             where = step_folder(folder / "checkpoints", step)
@@ -85,7 +85,7 @@ def live(folder: Path, first: int, last: int, say: Say, floats: int = 8) -> None
 
 
 def broken_promises(folder: Path, said: list[tuple[str, int, str]]) -> Iterator[str]:
-    """What `said` claims and the disk does not hold, and whatever is visible but not whole."""
+    """Promises that `said` claims and the disk does not hold, and whatever is visible but not whole."""
     found = {}
     for path in step_folders(folder / "checkpoints"):
         try:
@@ -351,7 +351,7 @@ def _flip_each(path: Path, masks: tuple[int, ...], read: Callable[[], Any], tall
 
 
 def power_cut(rounds: int, forgets: "Forgets | None" = None) -> Tally:
-    """After every operation of a run, the worst disks that a power cut may leave."""
+    """Cut the power after every operation of a run, and look at the worst disks that this may leave."""
     tally = Tally("power cut after every operation of a run")
     with _place(fast=True) as folder:
         root = folder / "recorded"

@@ -38,7 +38,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def model(config, tensors=None):
-    """What squeeze reads of an opened artifact."""
+    """Opened artifact as far as squeeze reads it."""
     if tensors is None:
         tensors = {name: p.detach() for name, p in initialised(config, 0).named_parameters()}
     return SimpleNamespace(path="model", config=config, tensors=tensors, tokenizer=TOKENIZER, patch=None, digest="d" * 64)

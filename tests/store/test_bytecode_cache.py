@@ -33,7 +33,7 @@ def library(tmp_path: Path) -> Path:
 
 
 def command(library: Path, cache: Path, **environment: str) -> str:
-    """What `sys.pycache_prefix` is after a command; the command and a process that it starts have imported the library."""
+    """Value of `sys.pycache_prefix` after a command; the command and a process that it starts have imported the library."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
     path = f"{library.parent}:{Path(__file__).parents[2]}"
     said = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True,

@@ -93,7 +93,7 @@ def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judged(config: Any) -> dict[str, dict[str, Any]]:
-    """Of the last rollout that was written down."""
+    """Verdicts on the last rollout that was written down."""
     return {verdict["check"]: verdict for verdict in events(config, "rollout")[-1]["verdicts"]}
 
 

@@ -46,7 +46,7 @@ def evaluated(place: Path, name: str, *words: str, model: str = "model", witness
 
 @pytest.fixture(scope="module")
 def sampled(place: Path) -> Path:
-    """With a fresh process as witness."""
+    """Sampled evaluation with a fresh process as witness."""
     words = ("--task", "gsm8k", "--data", str(place / "problems.jsonl"), "-k", "3", "--temperature", "0.8", "--top-k", "40",
              "--top-p", "0.9", "--max-new-tokens", "8")
     with pytest.MonkeyPatch.context() as patch:

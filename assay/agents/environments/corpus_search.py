@@ -71,7 +71,7 @@ def words_of(text: str) -> list[str]:
 
 
 def made_up_rivers() -> list[dict[str, str]]:
-    """The same on every machine: names that no model has read of, so that nothing but a search tells."""
+    """Made-up rivers, the same on every machine: names that no model has read of, so that nothing but a search tells."""
     chance, rows = random.Random(0), list[dict[str, str]]()
     for name in (f"{first}{last}" for first in RIVERS for last in ("", "mere", "wick", "ford")):
         length, source = chance.randint(20, 999), chance.choice(SOURCES)

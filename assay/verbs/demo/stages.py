@@ -246,7 +246,7 @@ def evaluate_and_compare(folder: Path) -> list[str]:
 
 
 def write_report_and_board(folder: Path) -> list[str]:
-    """One page for the run, and a table of all of them."""
+    """Write one page for the run, and a table of all runs."""
     failed = ["the report"] if run_verb("report", str(folder / "grpo")) else []
     return [*failed, "the table of runs"] if run_verb("runs", str(folder)) else failed
 

@@ -136,7 +136,7 @@ def raw_blocks(type, shape, seed=0):
 
 
 def plain_q5_0(rows):
-    """By the format's definition: half scale, 32 fifth bits, then 16 bytes of low and high nibbles."""
+    """Plain q5_0 by the format's definition: half scale, 32 fifth bits, then 16 bytes of low and high nibbles."""
     values = []
     for block in rows.reshape(-1, 22):
         scale, high = block[:2].view(np.float16)[0].astype(np.float32), int.from_bytes(block[2:6].tobytes(), "little")
