@@ -8,9 +8,10 @@ import pytest
 
 from assay.agents.tool_calls import GPT_OSS, HERMES, LLAMA_3, MISTRAL, QWEN3_CODER, TOOL_FORMATS, ParsedTurn, ToolCall, as_json, format_for
 from assay.errors import UsageError
-from assay.guard.trajectory_checks import check_tool_format, misread_turn
+from assay.guard.trajectory_checks import check_tool_format
 from assay.model.chat_template import render_template
 from assay.testing.tiny_episodes import templated
+from assay.testing.tiny_models import TINY_CHAT_TEMPLATE
 
 CALLS = [ToolCall("look", {"name": "Ada", "deep": {"n": 1, "list": [1, 2]}}), ToolCall("stop", {})]
 TRL = importlib.util.find_spec("trl")
@@ -149,11 +150,11 @@ def misreadings(spoken):
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_format_that_misreads_known_turns_is_refuted(name):
-    spoken = TOOL_FORMATS[name]
-    assert misread_turn(spoken) is None
+    spoken, tokenizer = TOOL_FORMATS[name], templated(TINY_CHAT_TEMPLATE)  # which writes no calls
+    assert check_tool_format(tokenizer, spoken).outcome.name == "UNPROVEN"
     for way, wrong in misreadings(spoken).items():
-        found = check_tool_format(templated("{{ messages }}"), replace(spoken, parse=wrong))
-        assert found.outcome.name == "REFUTED", way
+        found = check_tool_format(tokenizer, replace(spoken, parse=wrong))
+        assert (found.outcome.name, "is read as" in found.reason) == ("REFUTED", True), way
 
 
 def test_a_flood_of_calls_ends_and_is_said():
