@@ -394,7 +394,7 @@ def test_a_process_that_hangs_ends_the_run_within_the_stated_time(home: Path, tm
     monkeypatch.setattr(sharded, "rows_of", hang)
     assert fork_processes(act, 2) == [1, 77]
     assert "another process died or did not answer within 3 s" in capfd.readouterr().out
-    assert float(ended.read_text()) - float(hung.read_text()) < 3 + 12  # the process that hangs is alive all the while
+    assert float(ended.read_text()) - float(hung.read_text()) < 3 + 40  # the process that hangs is alive all the while, for 60
 
 
 @pytest.mark.parametrize(("recipe", "options", "said"), [

@@ -198,10 +198,10 @@ def test_a_tokenizer_with_more_ids_than_rows_is_found_before_step_1(tmp_path: Pa
 def test_the_verb_answers_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(REAL["Qwen3-8B"][0]))
-    began = time.perf_counter()
+    began = time.process_time()
     assert assay(["plan", "sft", "--model", str(tmp_path / "qwen"), "--lora-r", "16", "--micro-batch-tokens", "4096", "--memory", "139",
                   "--json"]) == 0
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2  # of the processor: others may use it too
     told = json.loads(capsys.readouterr().out)
     assert (told["parameters"], told["trained"], told["fits"]) == (8_190_735_360, 43_646_976, True)
     assert assay(["plan", "grpo", "--model", str(tmp_path / "qwen"), "--lora-r", "16", "--memory", "24"]) == 3
