@@ -332,6 +332,24 @@ def test_an_interrupted_run_that_paces_itself_goes_on_bit_for_bit(tmp_path: Path
     assert left_by(config) == left_by(whole)
 
 
+def test_a_resumed_run_owes_what_the_interrupted_one_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    owed = dict[int, float]()
+
+    def spend(of: Trainer) -> None:
+        of.pace.saved(50.0)
+
+    def interrupt(of: Trainer) -> None:
+        of.run.interrupted = 15
+
+    def look(of: Trainer) -> None:
+        owed[of.done] = of.pace.state()["owed"]
+
+    config = paced(tmp_path / "run", monkeypatch, 1e-9, {8: spend, 9: interrupt})
+    monkeypatch.setattr(trainer, "SavePace", lambda: SavePace(Now()))
+    sit(config, after={10: look})
+    assert owed[10] >= 50.0
+
+
 def test_a_large_model_is_not_written_after_step_1_where_the_cost_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer, "MOST_BYTES_EARLY", 1000)
     config = paced(tmp_path / "run", monkeypatch, 1e-9)
