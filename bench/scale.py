@@ -110,8 +110,8 @@ def proof_seconds(shape: Shape) -> float:
 
 
 def between_saves(shape: Shape, gpus: int) -> float:
-    """As recipes/save_pace.py: at most a fiftieth of the time, 2 to 30 minutes. The loop waits for the snapshot, a tenth of the save."""
-    return min(1800.0, max(120.0, save_seconds(shape, gpus) / 10 / 0.02))
+    """As recipes/save_pace.py: at most 1.5 % of the time, 2 to 30 minutes. The loop waits for the snapshot, a tenth of the save."""
+    return min(1800.0, max(120.0, save_seconds(shape, gpus) / 10 / 0.015))
 
 
 def lost_share(shape: Shape, gpus: int) -> float:

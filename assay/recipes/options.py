@@ -120,7 +120,8 @@ class Pretrain:
                         below=1, default=0.0)
     save_steps: int | None = option("steps between checkpoints, each with an evaluation on held-out text; the first is after step 1",
                                     group="checkpoints", least=1, default=None,
-                                    default_text="an evaluation every 500, and checkpoints that take at most 2 % of the time")
+                                    default_text="an evaluation every 500, and checkpoints as often as saving takes at most 2 % of the "
+                                                 "time, at least every 30 minutes")
     eval_documents: int = option("held-out documents scored at each evaluation; the final model is scored on all",
                                  group="evaluation", least=2, default=64)
     early_stopping_patience: int = option(PATIENCE_HELP, group="budget", least=0, default=0)
@@ -196,7 +197,8 @@ class Trained:
     gradient_checkpointing: bool = option(CHECKPOINTING_HELP, group="memory", default=False)
     save_steps: int | None = option("steps between checkpoints, each with an evaluation; the first is after step 1; 0: only the first and "
                                     "the last", group="checkpoints", least=0, default=None,
-                                    default_text="an evaluation every 100, and checkpoints that take at most 2 % of the time")
+                                    default_text="an evaluation every 100, and checkpoints as often as saving takes at most 2 % of the "
+                                                 "time, at least every 30 minutes")
     save_minutes: float | None = option("also save a checkpoint when this many minutes have passed since the last one",
                                         group="checkpoints", above=0, default=None,
                                         default_text="none")

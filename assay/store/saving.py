@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ class BackgroundSaver:
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "save")
         self._pending: Future[Checkpoint] | None = None
-        self._leaving: Future[Contents] | None = None  # a copy that leaves the GPU
+        self._leaving: Callable[[], Future[Contents] | None] = lambda: None  # a copy that leaves the GPU; its memory is its owner's
 
     def save(self, where: Path, contents: Contents | Callable[[], Contents],
              after: Callable[[Checkpoint], object] | None = None, *, headroom: int = 0) -> None:
@@ -124,12 +125,13 @@ class BackgroundSaver:
         """A copy in the machine's memory that nothing the caller does later can change, to be saved later: a function that gives it. It
         is made as `save` makes it, and what is on a GPU leaves it beside the loop."""
         owned = owned_contents(contents, headroom)
-        self._leaving = self._writer.submit(_in_memory, owned, _copied(owned))
-        return self._leaving.result
+        leaving = self._writer.submit(_in_memory, owned, _copied(owned))
+        self._leaving = weakref.ref(leaving)
+        return leaving.result
 
     @property
     def busy(self) -> bool:
-        return any(future is not None and not future.done() for future in (self._pending, self._leaving))
+        return any(future is not None and not future.done() for future in (self._pending, self._leaving()))
 
     def check(self) -> None:
         """Raise what a finished save raised; never waits."""

@@ -84,7 +84,7 @@ class Hours(NamedTuple):
 
 
 def hours(cost: float, *, step: float, every: int, slows: tuple[float, float], copy: float, room: bool, improves: Callable[[int], bool],
-          wall: float = 6 * 3600.0) -> Hours:
+          wall: float = 3 * 3600.0) -> Hours:
     """A checkpoint costs the loop `cost` seconds at once and makes the steps of the next `slows[1]` seconds `slows[0]` times as long; a
     copy in memory costs `copy`. An evaluation comes every so many steps, and is the best so far or not. Steps are read in sixteens."""
     now = Now()
@@ -122,7 +122,7 @@ def test_saving_keeps_to_two_percent_whatever_it_costs_and_however_often_the_bes
     each; and the newest state on the disk is never more than half an hour behind. Where one costs more than half an hour allows, twice
     an hour it is made all the same."""
     draw = random.Random(seed)
-    cost, step, copy = 10 ** draw.uniform(-3, 1.9), 10 ** draw.uniform(-2, 0.7), 10 ** draw.uniform(-4, 1)
+    cost, step, copy = 10 ** draw.uniform(-3, 1.9), 10 ** draw.uniform(-1.3, 0.7), 10 ** draw.uniform(-4, 1)
     slows = (draw.choice((1.0, 1.3, 2.0)), draw.choice((0.0, 5.0, 40.0, 200.0)))
     often, every, room = draw.choice((1.0, 0.5, 0.05)), draw.choice((20, 100, 500)), draw.random() < 0.7
     found = hours(cost, step=step, every=every, slows=slows, copy=copy, room=room, improves=lambda _: draw.random() < often)
@@ -330,6 +330,24 @@ def test_an_interrupted_run_that_paces_itself_goes_on_bit_for_bit(tmp_path: Path
     sit(config, after={9: interrupt})
     sit(config)
     assert left_by(config) == left_by(whole)
+
+
+def test_a_resumed_run_owes_what_the_interrupted_one_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    owed = dict[int, float]()
+
+    def spend(of: Trainer) -> None:
+        of.pace.saved(50.0)
+
+    def interrupt(of: Trainer) -> None:
+        of.run.interrupted = 15
+
+    def look(of: Trainer) -> None:
+        owed[of.done] = of.pace.state()["owed"]
+
+    config = paced(tmp_path / "run", monkeypatch, 1e-9, {8: spend, 9: interrupt})
+    monkeypatch.setattr(trainer, "SavePace", lambda: SavePace(Now()))
+    sit(config, after={10: look})
+    assert owed[10] >= 50.0
 
 
 def test_a_large_model_is_not_written_after_step_1_where_the_cost_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

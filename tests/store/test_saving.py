@@ -1,7 +1,9 @@
 """A background save holds what was there when it was asked for, and no failure of it goes unheard."""
 
+import gc
 import os
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +58,17 @@ def test_a_copy_is_saved_later_as_it_was(tmp_path: Path) -> None:
     assert read.weights()["w"].unique().tolist() == (read.optimizer() or {})["m"].unique().tolist() == [0.0]
     assert read.facts == {"seen": [1]}
     assert open_checkpoint(tmp_path / "newer").weights()["w"].unique().tolist() == [7.0]
+
+
+def test_a_copy_that_nobody_wants_any_more_gives_its_memory_back(tmp_path: Path) -> None:
+    with BackgroundSaver() as saver:
+        copied = saver.copy(contents(1, torch.zeros(1000)))
+        held = weakref.ref(copied().weights["w"])
+        saver.save(tmp_path / "c", copied)
+    assert held() is not None
+    del copied
+    gc.collect()
+    assert held() is None
 
 
 def test_free_memory_is_the_machines_or_its_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
