@@ -148,8 +148,8 @@ def tokens_to_trace(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
         raise UsageError(f"there are no tokens to run, or one is outside the vocabulary of {a.config.vocab}")
     rows = [row[: flags.max_length] for row in ids]
     if len(rows[0]) > a.config.max_length:
-        raise UsageError(f"{len(rows[0])} tokens, and the context of {a.path} is {a.config.max_length}: beyond it positions mean nothing to "
-                         f"the model; give --max-length {a.config.max_length}, or fewer tokens")
+        raise UsageError(f"{len(rows[0])} tokens, and the context of {a.path} is {a.config.max_length}: beyond it positions mean nothing "
+                         f"to the model; give --max-length {a.config.max_length}, or fewer tokens")
     return torch.tensor(rows, dtype=torch.long).to(flags.device)
 
 
