@@ -35,12 +35,14 @@ from assay.statistics.sequential import SEQUENTIAL_LEVEL
 from assay.store.artifact import Artifact
 from assay.store.compressed_tensors import recipe_of
 from assay.store.export_artifact import EXPORT_ROUNDING, majority_dtype
+from assay.strict_json import read_json_if_there
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
 # Relative error of the answers. The same fp32 weights on another machine or through another implementation differ by
 # rounding (1e-6 to 1e-5 seen). A wrong rotary base moves them by 0.3 in SmolLM2-135M, and by 2e-3 in a model that has
 # not learned anything yet: the faintest fault that must show.
 SAME_WEIGHTS = 2e-4
+INDEX = "model.safetensors.index.json"
 TEXTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time")
 QUESTIONS = ("Say yes.", "What is 2 + 2? Reply with the number only.", "Name one colour, in one word.")  # short answers end soon
 NEW_TOKENS, AGAIN = 32, 8
@@ -65,6 +67,10 @@ def check_consumer(subject: ProofSubject) -> Verdict:
     """Check the same folder through transformers or PEFT: nothing missing, nothing left over, the same answers."""
     if reason := _no_consumer(subject):
         return unproven("consumer", reason, optional=True)
+    folder = (subject.artifact.base or subject.artifact).path
+    if "metadata" not in (read_json_if_there(folder / INDEX) or {"metadata": {}}):
+        return refuted("consumer", f"{folder / INDEX} has no metadata, without which transformers does not open the folder; add "
+                                   '"metadata": {} to it')
     if subject.raw.place.kind == "gguf":
         return _gguf_consumer(subject)
     return _read_by(subject, partial(_load_with_peft, subject) if subject.raw.place.adapter else

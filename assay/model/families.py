@@ -154,9 +154,12 @@ def scaled_context(config: ModelConfig, scaling: str) -> ModelConfig:
         return dataclasses.replace(config, rope=dataclasses.replace(rope, short_factor=rope.long_factor), max_length=rope.longest)
     if kind not in ("linear", "yarn") or not _above_one(factor):
         raise UsageError(f"--rope-scaling {scaling!r}: expected linear:F or yarn:F with a factor above 1, or long")
-    if rope.kind != "default" or config.family == "phi3":
-        raise UsageError(f"--rope-scaling {scaling}: the model's positions are of kind {rope.kind!r} already, or take no other; "
+    if rope.kind != "default":
+        raise UsageError(f"--rope-scaling {scaling}: the model's positions are of kind {rope.kind!r} already; "
                          "change its config.json on purpose")
+    if config.family == "phi3":
+        raise UsageError(f"--rope-scaling {scaling}: a phi3 takes no other scaling than its own, LongRoPE, and its config names no factors "
+                         "of it")
     times, original = float(factor), config.max_length
     if original * times > _LARGEST:
         raise UsageError(f"--rope-scaling {scaling}: {original:,} tokens times {times:g} is more than the {_LARGEST:,} that a config may "

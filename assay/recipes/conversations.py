@@ -1,5 +1,6 @@
 """Conversations as the data of fine-tuning: read, split, rendered and ordered; what a checkpoint says of them, and their audit."""
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from assay.guard.data_order_checks import check_mixture
 from assay.guard.example_audit import audit_examples, check_batch, check_packing, check_supervised_weight
 from assay.learn.loop import Step
 from assay.learn.lr_schedule import Schedule
+from assay.model.families import scaled_context
 from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
@@ -193,8 +195,16 @@ def refuse_beyond_context(examples: Sequence[TrainingExample], model: ModelConfi
     longest = max((len(example.tokens) for example in examples), default=0)
     if longest > model.max_length:
         raise UsageError(f"a conversation has {longest:,} tokens, and the model's config has a context of {model.max_length:,}: beyond it "
-                         f"positions mean nothing to the model; give --max-length {model.max_length}, or state a scaling, such as "
-                         f"--rope-scaling yarn:{math.ceil(longest / model.max_length)}")
+                         f"positions mean nothing to the model; give --max-length {model.max_length}{_or_scaling(model, longest)}")
+
+
+def _or_scaling(model: ModelConfig, longest: int) -> str:
+    """The scaling of positions that this model takes and that reaches so far, where there is one."""
+    for scaling in (f"yarn:{math.ceil(longest / model.max_length)}", "long"):
+        with contextlib.suppress(UsageError):
+            if scaled_context(model, scaling).max_length >= longest:
+                return f", or state a scaling, such as --rope-scaling {scaling}"
+    return ""
 
 
 def ordered(config: Tuned, examples: Sequence[Any], packed: type[PackedExamples] = PackedExamples) -> tuple[PackedExamples, int | None]:

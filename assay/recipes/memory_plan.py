@@ -383,16 +383,17 @@ def _variants(found: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         for rows in (work.rows, *fewer):
             smaller = "" if rows == work.rows else f" {option(rows)}"
             yield f"--gradient-checkpointing{smaller}", plan_memory(model, replace(work, rows=rows, checkpointing=True))
-    if (work.lora_r or model.rank) and work.base_dtype not in STORED_BITS:
+    if work.lora_r and not model.rank and work.processes == 1 and work.base_dtype not in STORED_BITS:  # where a run takes it
         for dtype in STORED_BITS:
             yield (f"--base-dtype {dtype} --gradient-checkpointing {option(1)}",
                    plan_memory(model, replace(work, rows=1, base_dtype=dtype, checkpointing=True)))
     if not (work.lora_r or model.rank) and model.stored:
+        words = "--lora-r 16" if work.masters == MASTER else "--lora-r 16 --master-dtype fp32"
+        adapter = replace(work, lora_r=16, masters=MASTER)
         for rows in (work.rows, *fewer):
             smaller = "" if rows == work.rows else f" {option(rows)}"
-            yield f"--lora-r 16{smaller}", plan_memory(model, replace(work, rows=rows, lora_r=16))
-        yield f"--lora-r 16 --gradient-checkpointing {option(1)}", plan_memory(
-            model, replace(work, rows=1, lora_r=16, checkpointing=True))
+            yield f"{words}{smaller}", plan_memory(model, replace(adapter, rows=rows))
+        yield f"{words} --gradient-checkpointing {option(1)}", plan_memory(model, replace(adapter, rows=1, checkpointing=True))
 
 
 def refuse_unfit(config: Trained, device: str) -> MemoryPlan | None:

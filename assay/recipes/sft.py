@@ -1,5 +1,6 @@
 """Supervised fine-tuning (SFT): next-token loss on the completions of conversations; the whole model or an adapter."""
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from assay.store.remote import local_path
 from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, proven, refuted, unproven
 
+GUESS = 0.9  # of what a uniform guess pays: a model that reads a text pays far less
+
 
 def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     """Run supervised fine-tuning: load, preflight, train, evaluate and save, hand over. The same command resumes an interrupted run,
@@ -74,6 +77,8 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
             saves.save_start()
             if reopened is not None:
                 trainer.watch.parent_loss = parent_loss(start, reopened(), next_token, data.batch(0), trainer)
+                if told := no_better_than_a_guess(trainer.watch.parent_loss, start.model.config.vocab):
+                    run.say(told)
                 if config.from_ is not None:
                     run.judge(Event.FORK, [check_forked_loss(local_path(config.from_), data, evaluator, trainer)])
 
@@ -168,6 +173,15 @@ def judge_written_adapter(config: Tuned, run: Run, handed: HandedOver) -> None:
         verdict = check_written_adapter(config.lora_r, config.lora_alpha, config.use_rslora, read_json(place / "adapter_config.json"))
         handed.verdicts.append(verdict)
         void_if_refuted(run, handed.places, [verdict])
+
+
+def no_better_than_a_guess(loss: float, vocab: int) -> str | None:
+    """A model that is given another model's tokenizer trains, saves and is proven as any other; what it reads is noise to it."""
+    guess = math.log(vocab)
+    if loss < GUESS * guess:
+        return None
+    return (f"the starting model pays {loss:.2f} nats a token for this text, and a guess among its {vocab:,} tokens {guess:.2f}: it has "
+            "learned nothing yet, or its tokenizer.json is another model's. Where it was trained before, stop here and look at that")
 
 
 @torch.no_grad()

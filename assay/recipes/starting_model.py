@@ -374,7 +374,7 @@ def refuse_quarantined(source: Artifact) -> Artifact:
     if marked is None:
         return source
     reasons = "; ".join(verdict["reason"] for verdict in marked["verdicts"] if verdict["outcome"] == "REFUTED")
-    raise UsageError(f"{source.path} is quarantined: {reasons}. Train on another model, or remove its quarantine.json on purpose")
+    raise UsageError(f"{source.path} is quarantined: {reasons}. Name another model, or remove its quarantine.json on purpose")
 
 
 def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu", world: World | None = None) -> Artifact:

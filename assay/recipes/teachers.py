@@ -22,7 +22,7 @@ from assay.model.placement import place_for_training
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
 from assay.recipes.options import Distill
-from assay.recipes.starting_model import require_proven, write_proven
+from assay.recipes.starting_model import refuse_quarantined, require_proven, write_proven
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.saving import Lineage, model_contents
@@ -112,7 +112,7 @@ Teacher = OnlineTeacher | OnlineTeachers | OfflineTeacher
 def load_online(config: Distill, student: Student, device: str) -> OnlineTeacher | OnlineTeachers:
     """The teacher, or all of them, beside the student."""
     named = config.teachers()
-    teachers = [OnlineTeacher(open_artifact(path), student, blend_of(config), device) for path, _ in named]
+    teachers = [OnlineTeacher(refuse_quarantined(open_artifact(path)), student, blend_of(config), device) for path, _ in named]
     return teachers[0] if len(teachers) == 1 else OnlineTeachers(teachers, [share for _, share in named])
 
 
@@ -126,7 +126,7 @@ def open_teacher_model(config: Distill) -> Artifact:
         raise UsageError(f"{len(named)} teachers with --how {config.how}"
                          f"{' and --student-layers' if config.student_layers else ''}: several teach online alone, and a student is of "
                          "one teacher's layers; name one, or give --how online and --model")
-    return open_artifact(named[0][0])
+    return refuse_quarantined(open_artifact(named[0][0]))
 
 
 def place_teacher(artifact: Artifact, device: str) -> Transformer:

@@ -146,7 +146,11 @@ def tokens_to_trace(flags: FLAGS, a: "Artifact") -> "torch.Tensor":
     ids = read_ids(Path(flags.tokens)) if flags.tokens is not None else [encode_for_trace(flags.prompt or "", a)]
     if not all(0 <= id < a.config.vocab for row in ids for id in row) or not ids[0]:
         raise UsageError(f"there are no tokens to run, or one is outside the vocabulary of {a.config.vocab}")
-    return torch.tensor([row[: flags.max_length] for row in ids], dtype=torch.long).to(flags.device)
+    rows = [row[: flags.max_length] for row in ids]
+    if len(rows[0]) > a.config.max_length:
+        raise UsageError(f"{len(rows[0])} tokens, and the context of {a.path} is {a.config.max_length}: beyond it positions mean nothing "
+                         f"to the model; give --max-length {a.config.max_length}, or fewer tokens")
+    return torch.tensor(rows, dtype=torch.long).to(flags.device)
 
 
 def encode_for_trace(text: str, a: "Artifact") -> list[int]:

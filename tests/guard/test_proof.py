@@ -38,7 +38,7 @@ from assay.store.artifact import build_model, open_artifact
 from assay.store.export_artifact import EXPORT_ROUNDING, export_artifact, rounding_bound
 from assay.store.gguf import EXPORT_EXACT
 from assay.store.saving import Lineage, model_contents
-from assay.testing.tiny_models import tiny_config, tiny_tokenizer
+from assay.testing.tiny_models import save_hf_folder, tiny_config, tiny_model, tiny_tokenizer
 from assay.verdict import Outcome, overall, without_optional
 from tests.processes import ended
 
@@ -368,3 +368,11 @@ def test_a_proof_that_takes_too_long_says_nothing_of_the_artifact(fresh_proofs, 
     again = checkpoint.open_checkpoint(found.folder)
     assert not again.quarantined
     assert again.hallmark is None
+
+
+def test_an_index_that_transformers_does_not_open_is_refuted_in_a_sentence(tmp_path):
+    folder = save_hf_folder(tmp_path / "model", tiny_model(), sharded=True)
+    index = folder / "model.safetensors.index.json"
+    assert outcomes(examine_artifact(ProofRequest(str(folder))))["consumer"] is Outcome.PROVEN
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    assert 'add "metadata": {} to it' in refuted(examine_artifact(ProofRequest(str(folder))))["consumer"]

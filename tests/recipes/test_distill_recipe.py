@@ -37,12 +37,12 @@ from assay.seeds import generator
 from assay.statistics.estimate import paired
 from assay.store import checkpoint
 from assay.store.artifact import build_model, open_artifact
-from assay.store.checkpoint import open_checkpoint, step_folder
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, step_folder
 from assay.store.ledger import Ledger
 from assay.store.saving import Lineage, model_contents
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tokenizer_and_stops
 from assay.testing.tiny_training import NoProver
-from assay.verdict import Outcome, Verdict, proven
+from assay.verdict import Outcome, Verdict, proven, refuted
 from tests.recipes.sittings import rows
 
 ROOT = Path(__file__).parents[2]
@@ -361,6 +361,14 @@ def test_two_teachers_teach_by_their_weights_and_one_that_is_a_stranger_is_refus
     assert float(teacher.objective(start.model, batch).total.detach()) == pytest.approx(0.7 * parts[0] + 0.3 * parts[1], rel=1e-6)
     with pytest.raises(UsageError, match="the same ids are another text to the teacher"):
         distill.distill(options(home, tmp_path / "other", teacher=f"{home / 'teacher'}=0.5,{home / 'stranger'}=0.5"), lambda _: None)
+
+
+@pytest.mark.parametrize("how", ["online", "stored", "text"])
+def test_a_teacher_that_a_proof_refuted_teaches_nobody(how: str, home: Path, tmp_path: Path):
+    folder = save_model(tmp_path / "teacher", build_model(open_artifact(home / "teacher"))).folder
+    quarantine_checkpoint(open_checkpoint(folder), [refuted("values", "a byte is off")])
+    with pytest.raises(UsageError, match="is quarantined: a byte is off"):
+        distill.distill(options(home, tmp_path / "run", teacher=str(folder), how=how), lambda _: None)
 
 
 def shorter(home: Path, folder: Path, name: str, context: int) -> str:

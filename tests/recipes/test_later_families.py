@@ -3,12 +3,15 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from assay.data.chat import TrainingExample
 from assay.errors import UsageError
 from assay.model.families import scaled_context
 from assay.recipes import hand_over, run, sft, starting_model
+from assay.recipes.conversations import refuse_beyond_context
 from assay.store.artifact import open_artifact
 from assay.testing.tiny_models import rewrite_tensors, save_hf_folder, save_model, tiny_config, tiny_model
 from assay.testing.tiny_training import NoProver
@@ -49,6 +52,15 @@ def test_a_conversation_beyond_the_context_is_refused(tmp_path):
         sft.sft(options(tmp_path, tiny_model(max_length=64), 70), lambda _: None)
 
 
+@pytest.mark.parametrize(("family", "max_length", "words"), [("phi3", 64, "--rope-scaling long$"), ("gpt2", 64, "give --max-length 64$"),
+                                                            ("llama3", 64, "give --max-length 64$")])
+def test_a_way_out_is_one_that_this_model_has(family, max_length, words):
+    model = tiny_config(family) if family == "phi3" else replace(tiny_config(family), max_length=max_length)
+    longer = TrainingExample("a", np.zeros(model.max_length + 3, np.int64), np.zeros(model.max_length + 3), (), 1)
+    with pytest.raises(UsageError, match=words):
+        refuse_beyond_context([longer], model)
+
+
 def test_a_stated_scaling_lengthens_the_context_and_is_written_down(tmp_path):
     found = sft.sft(options(tmp_path, tiny_model(max_length=64), 70, rope_scaling="yarn:2", lora_r=4), lambda _: None)
     assert found.exit_code == 0
@@ -81,6 +93,6 @@ def test_scalings_in_words():
     for config, scaling, words in [
         (tiny_config(), "long", "only a LongRoPE model"), (tiny_config("gpt2"), "yarn:2", "learns its positions"),
         (tiny_config("llama3"), "yarn:2", "of kind 'llama3' already"), (tiny_config(), "yarn:0.5", "above 1"),
-        (replace(tiny_config(), family="phi3"), "yarn:2", "take no other")]:
+        (replace(tiny_config(), family="phi3"), "yarn:2", "a phi3 takes no other scaling than its own")]:
         with pytest.raises(UsageError, match=words):
             scaled_context(config, scaling)

@@ -26,6 +26,7 @@ from assay.recipes import memory_plan, sft
 from assay.recipes.memory_plan import (
     GIB,
     NEAR,
+    MemoryPlan,
     PlannedModel,
     PlannedWork,
     adapter_parameters,
@@ -327,3 +328,26 @@ def test_headers_that_are_not_those_of_their_index_are_refused(verb: tuple[str, 
     save_file(held, first)
     assert assay([*verb, str(folder)]) == 3
     assert "not the shard that the index describes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--lora-r", "4"), (), ("--master-dtype", "bf16"), ("--model", "adapter"), ("--lora-r", "4", "--fsdp",
+                                     "--gpus", "2")])
+def test_every_setting_that_is_proposed_is_one_that_a_run_takes(options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture,
+                                                                monkeypatch: pytest.MonkeyPatch):
+    """Every variant that could be, whatever there is room for, is planned again with its own words."""
+    base = save_model(tmp_path / "base", tiny_model("llama")).folder
+    adapter = save_adapter(tmp_path / "adapter", base).folder
+    named = ["--model", str(adapter if "adapter" in options else base), *(word for word in options if word not in ("--model", "adapter"))]
+    asked = ["plan", "sft", *named, "--device", "cpu", "--batch-tokens", "256", "--micro-batch-tokens", "256", "--max-length", "64"]
+    proposed = list[str]()
+
+    def every_variant(found: MemoryPlan, available: int) -> list[str]:
+        proposed.extend(words for words, _ in memory_plan._variants(found))
+        return proposed
+
+    monkeypatch.setattr(memory_plan, "alternatives", every_variant)
+    assert assay([*asked, "--memory", "0.0000001"]) == 3
+    assert proposed
+    for words in list(dict.fromkeys(proposed)):
+        capsys.readouterr()
+        assert assay([*asked, *words.split(), "--memory", "100"]) == 0, (words, capsys.readouterr().err)

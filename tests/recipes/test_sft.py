@@ -157,6 +157,15 @@ def test_files_that_name_other_ends_are_said_before_step_1(home: Path, tmp_path:
                     f"the stop ids {', '.join(map(str, start.parent.stops.stop_ids))}"]
 
 
+def test_a_start_that_reads_no_better_than_a_guess_is_said(home: Path, tmp_path: Path):
+    """A tokenizer of another model of the same size: nothing else shows it before the end."""
+    first, second = list[str](), list[str]()
+    config = options(home, tmp_path / "run", num_train_epochs=40, max_steps=40, learning_rate=2e-2, save_steps=40)
+    tuned(config, first.append)
+    sft.sft(options(home, tmp_path / "again", model=str(tmp_path / "run" / "model"), max_steps=1), second.append)
+    assert [any("its tokenizer.json is another model's" in line for line in said) for said in (first, second)] == [True, False]
+
+
 def test_many_copies_are_said_with_their_places(home: Path, tmp_path: Path):
     rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(40)] + [{"prompt": "1+1=", "completion": "2"}] * 20
     (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

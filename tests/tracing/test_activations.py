@@ -2,15 +2,18 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from assay.cli import run as assay
 from assay.editing.block_hooks import block
 from assay.model.attention import PLAIN_RULE
 from assay.model.families import parameter_shapes
 from assay.seeds import generator
 from assay.testing.tiny_forward import random_model, traced_tokens
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.tracing.activations import SiteStatistics, centred_moments, moments, streamed_moments, trace_activations
 from assay.tracing.forward_modes import batched_forward, cached_forward, plain_forward
 from assay.tracing.hooks import ENTROPY, Site, attention_statistics, forward_sites, observe_sites, site_weights
@@ -127,3 +130,12 @@ def test_every_weight_stands_behind_exactly_the_sites_that_read_it(family: str):
                    for row in range(behind.start, behind.stop))
     twice = {"embed.weight"} if config.tied else set()
     assert rows == {(name, row): 2 if name in twice else 1 for name, shape in parameter_shapes(config).items() for row in range(shape[0])}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tokens_beyond_the_context_are_not_traced(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = save_model(tmp_path / "model", tiny_model(family, max_length=48)).folder
+    (tmp_path / "ids.json").write_text(str([5] * 60))
+    assert assay(["trace", str(folder), "--tokens", str(tmp_path / "ids.json")]) == 2
+    assert "60 tokens, and the context of" in capsys.readouterr().err
+    assert assay(["trace", str(folder), "--tokens", str(tmp_path / "ids.json"), "--max-length", "48"]) == 0
