@@ -56,7 +56,7 @@ def parse_json(data: bytes | str, *, where: str, shape: Shape = object, error: t
         value = json.loads(data if isinstance(data, str) else data.decode(), object_pairs_hook=_without_duplicates,
                            parse_constant=_refuse_constant, parse_int=parse_int, parse_float=parse_float)
         _require_depth(value)
-        if not surrogates and _SURROGATE.search(raw):
+        if not surrogates and b"\\u" in raw and _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise error(f"{where}: not JSON (half of a surrogate pair, which is no character); {advice}") from None

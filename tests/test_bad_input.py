@@ -108,7 +108,7 @@ CASES = [
     ("zoo --only nope", 2, "no fault is called 'nope'; `assay zoo --list` names all"),
     ("demo --out /proc/nowhere", 1, "/proc/nowhere: not saved"),
     ("data split good.jsonl --share 0.4 --out MODEL", 2, "lies inside the checkpoint"),
-    ("data dedup latin1.jsonl --workers 1 --out OUT.jsonl", 2, "codec can't decode byte 0xe9"),
+    ("data dedup latin1.jsonl --workers 1 --out OUT.jsonl", 2, "not UTF-8 at byte 13 of the line"),
     ("steer MODEL --data pairs.jsonl --out OUT --text nowhere.txt --device cpu", 2, "nowhere.txt: No such file or directory"),
     ("reward-model --model MODEL --data nowhere.jsonl --out OUT --device cpu", 2, "nowhere.jsonl: no such file"),
     ("reward-model --model MODEL --data good.jsonl --out OUT --device cpu", 2, "there is no chosen and no rejected among the columns"),

@@ -10,7 +10,6 @@ Memory: about 400 bytes a document, whatever its length.
 """
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -188,9 +187,14 @@ def said_in_row(values: Any) -> str:
     return "\n".join(text for each in (values.values() if isinstance(values, dict) else values) if (text := said_in_row(each)))
 
 
-def whole_row(values: Any) -> bytes:
-    """Whole row as bytes: the same for rows that are equal, in whatever order their columns stand, and for no others."""
-    return json.dumps(values, sort_keys=True).encode()
+def whole_row(values: Any) -> str:
+    """Whole row as text: the same for rows that are equal, in whatever order their columns stand, and for no others: every text in it
+    stands behind its length."""
+    if isinstance(values, str):
+        return f"{len(values)}:{values}"
+    if isinstance(values, dict):
+        return "{" + "".join(f"{len(key)}:{key}{whole_row(values[key])}" for key in sorted(values)) + "}"
+    return "[" + "".join(map(whole_row, values)) + "]" if isinstance(values, list) else f"={values};"
 
 
 def column_of(values: dict[str, Any], field: str, where: str) -> Any:
@@ -205,8 +209,7 @@ def lines_prints(lines: Sequence[PlacedLine], field: str | None, signed: bool) -
     rows: list[Any] = [row_object(line, where) for where, line in lines]
     if field is not None:
         rows = [column_of(row, field, where) for row, (where, _) in zip(rows, lines, strict=True)]
-    said = [said_in_row(row).encode(errors="surrogatepass") for row in rows]
-    return document_prints(said, whole=[whole_row(row) for row in rows], signed=signed)
+    return document_prints([said_in_row(row).encode() for row in rows], whole=[whole_row(row).encode() for row in rows], signed=signed)
 
 
 def line_blocks(lines: Iterable[PlacedLine], size: int = BLOCK_BYTES) -> Iterator[list[PlacedLine]]:

@@ -83,10 +83,7 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
     """`raw` leaves the chat template out. `trained_on` are texts that the model was trained on, looked through for the examples. `asked`
     are the options of the command, by which the witness makes a few examples again; without them it is not asked."""
     sampling = sampling or Sampling()
-    if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, GenerationTask))):
-        raise UsageError(f"-k {k}: expected at least 1, and more only of a task that samples, at a temperature above 0")
-    if len(task.examples) < 2:
-        raise UsageError(f"{task.name}: one example alone shows no spread, so no interval can be given; evaluate on 2 or more")
+    refuse_unsound_request(task, k, sampling)
     training = list(trained_on)  # read before anything is paid for
     # A task that repeats itself, or whose own gold texts do not score, says nothing about a model.
     verdicts = stop_if_unsound([soundness.check_question_copies(task), *check_scoring(task)])
@@ -114,6 +111,13 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
     finally:
         results.close()
     return found
+
+
+def refuse_unsound_request(task: Task, k: int, sampling: Sampling) -> None:
+    if k < 1 or (k > 1 and (sampling.temperature == 0 or not isinstance(task, GenerationTask))):
+        raise UsageError(f"-k {k}: expected at least 1, and more only of a task that samples, at a temperature above 0")
+    if len(task.examples) < 2:
+        raise UsageError(f"{task.name}: one example alone shows no spread, so no interval can be given; evaluate on 2 or more")
 
 
 # ---------------------------------------------------------------- before and after

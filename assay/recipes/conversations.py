@@ -27,7 +27,7 @@ from assay.model.transformer import ModelConfig, parameter_count
 from assay.recipes.options import Trained, Tuned, Tuning
 from assay.recipes.run import Run
 from assay.recipes.starting_model import AdapterModel, StartingModel
-from assay.recipes.suite import open_tasks, read_suite
+from assay.recipes.suite import read_suite, refuse_unanswerable
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, proven, refuted
 
@@ -154,7 +154,7 @@ def refuse_unbudgeted(config: Trained) -> None:
         raise UsageError(f"--save-steps 0 on a run that may take more than {A_LONG_RUN} minutes: a crash would lose all of it; "
                          "give a number of steps, --minutes up to ten, or --insist")
     if config.suite is not None:
-        open_tasks(read_suite(config.suite))
+        refuse_unanswerable(read_suite(config.suite))
 
 
 def evaluated_every(save_steps: int | None) -> int:

@@ -139,7 +139,10 @@ def corpus_order(config: Pretrain, corpus: Corpus, rows: int) -> Order:
         raise UsageError(f"--mix {' '.join(config.mix)}: expected FOLDER:SHARE, with shares that add up to less than 1; the rest is "
                          "--corpus's")
     others = tuple(open_corpus(local_path(source.name)) for source in sources)
-    for other in others:
+    for number, other in enumerate(others):
+        if twin := next((each for each in (corpus, *others[:number]) if each.digest == other.digest), None):
+            raise UsageError(f"--mix {other.folder}: the same corpus as {twin.folder}, whose text would be read twice and counted as new; "
+                             "leave it out, or raise --num-train-epochs")
         assert_disjoint(other, corpus)
     return MixedOrder(corpus, config.seed, rows, config.max_length, config.num_train_epochs, others=others,
                       shares=whole_shares([rest, *shares]))

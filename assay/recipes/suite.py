@@ -12,6 +12,7 @@ score: 0.05 of a rate, or bits per byte.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from assay.comparison.pairwise import Comparison, compare
 from assay.comparison.read_results import Arm, ScoredRun, read_eval
 from assay.errors import UsageError
-from assay.evaluation.evaluate import evaluate
+from assay.evaluation.evaluate import evaluate, refuse_unsound_request
 from assay.evaluation.loaded_model import LoadedModel
 from assay.evaluation.task import Task
 from assay.evaluation.tasks import TaskRequest, open_task
@@ -32,6 +33,7 @@ from assay.strict_json import NATURAL, parse_yaml, require_shape
 from assay.verdict import Verdict, proven, refuted, unproven
 
 MARGIN, LEVEL = 0.05, 0.05
+PROBED_ROUNDS = 4
 PROBES = "probes"
 _TASK = {"task": str, "data?": str, "limit?": NATURAL, "grader?": str, "seed?": NATURAL, "k?": NATURAL, "temperature?": (float, int),
          "max_new_tokens?": NATURAL, "raw?": bool, "margin?": (float, int)}
@@ -77,8 +79,10 @@ def read_suite(path: str | Path) -> Suite:
     if not found.get("tasks") and probes is False:
         raise UsageError(f"--suite {path}: there is nothing to ask; give `tasks`")
     refuse_meaningless_numbers(found, path)
-    if PROBES in found.get("tasks", {}):
-        raise UsageError(f"--suite {path}: a task cannot be called {PROBES}; give it another name")
+    for name in found.get("tasks", {}):
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w. -]*", name) or name == PROBES:  # its answers lie in a folder of that name
+            raise UsageError(f"--suite {path}: a task cannot be called {name!r}; give it another name, of letters, digits, dots, spaces "
+                             "and dashes")
     return Suite(found.get("tasks", {}), None if probes is False else {} if probes is True else probes, found.get("level", LEVEL),
                  file.absolute().parent)
 
@@ -94,19 +98,40 @@ def refuse_meaningless_numbers(found: Mapping[str, Any], path: str | Path) -> No
 
 def refuse_unknown(fields: Mapping[str, Any], shape: Mapping[str, Any], where: str) -> None:
     known = [name.rstrip("?") for name in shape]
-    if odd := sorted(set(fields) - set(known)):
+    if odd := sorted(map(str, set(fields) - set(known))):
         raise UsageError(f"{where} has {', '.join(odd)}; expected {', '.join(known)}")
 
 
+def refuse_unanswerable(suite: Suite) -> None:
+    """Refuse a suite that cannot be asked: what is missing or amiss is said before anything is paid for."""
+    for name, task in open_tasks(suite).items():
+        refuse_unsound_request(task, suite.tasks[name].get("k", 1), task_sampling(suite, name))
+    if suite.probes is not None:
+        probe_sampling(suite)
+        own_prompts(suite)
+        if suite.probes.get("n", PROBED_ROUNDS) < 1:
+            raise UsageError(f"the {PROBES} of a suite: n is {suite.probes['n']}; expected at least one sample of each prompt")
+
+
 def open_tasks(suite: Suite) -> dict[str, Task]:
-    """Open every task with its data: what is missing or amiss is said before anything is paid for."""
     return {name: open_task(TaskRequest(task["task"], suite.folder / task["data"] if "data" in task else None, task.get("limit"),
                                         task.get("grader"), task.get("seed", 0))) for name, task in suite.tasks.items()}
+
+
+def task_sampling(suite: Suite, name: str) -> Sampling:
+    task = suite.tasks[name]
+    return Sampling(task.get("max_new_tokens", 256), float(task.get("temperature", 0.0)), seed=task.get("seed", 0))
+
+
+def probe_sampling(suite: Suite) -> Sampling:
+    settings = suite.probes or {}
+    return Sampling(settings.get("max_new_tokens", 128), float(settings.get("temperature", 0.7)))
 
 
 def run_suite(suite: Suite, parent: Artifact, child: Artifact, out: Path, *, device: str,
               say: Callable[[str], None] = lambda _: None) -> SuiteResult:
     """Run the suite on both models, with the same seeds; OUT/parent and OUT/child hold every answer."""
+    refuse_unanswerable(suite)
     if parent.digest == child.digest:
         return SuiteResult([], proven("forgetting", f"{child.path} has the weights of {parent.path}: nothing of it is lost"))
     arms = {name: [*suite_arms(suite, name, LoadedModel(artifact, device=device), out / name)]
@@ -122,8 +147,7 @@ def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[A
     arms = []
     for name, opened in open_tasks(suite).items():
         task = suite.tasks[name]
-        sampling = Sampling(task.get("max_new_tokens", 256), float(task.get("temperature", 0.0)), seed=task.get("seed", 0))
-        evaluate(loaded, opened, out / name, k=task.get("k", 1), sampling=sampling, raw=task.get("raw", False))
+        evaluate(loaded, opened, out / name, k=task.get("k", 1), sampling=task_sampling(suite, name), raw=task.get("raw", False))
         arms.append(replace(read_eval(out / name, None, None), name=who, group=name))
     if suite.probes is not None:
         arms.append(health_arm(probed(suite, loaded), who, loaded.identity))
@@ -132,14 +156,14 @@ def suite_arms(suite: Suite, who: str, loaded: LoadedModel, out: Path) -> list[A
 
 def probed(suite: Suite, loaded: LoadedModel) -> Health:
     """Probe a model in all rounds, whatever they show: both are asked the same."""
-    settings = suite.probes or {}
-    generator = ModelGenerator(loaded, Sampling(settings.get("max_new_tokens", 128), float(settings.get("temperature", 0.7))))
-    return probe(generator, probe_prompts(suite, generator), n=settings.get("n", 4), enough=lambda _: False)
+    generator = ModelGenerator(loaded, probe_sampling(suite))
+    prompts = own_prompts(suite) or (TEXT_BEGINNINGS if generator.raw else BUILT_IN_PROMPTS)
+    return probe(generator, prompts, n=(suite.probes or {}).get("n", PROBED_ROUNDS), enough=lambda _: False)
 
 
-def probe_prompts(suite: Suite, generator: ModelGenerator) -> tuple[ProbePrompt, ...]:
+def own_prompts(suite: Suite) -> tuple[ProbePrompt, ...] | None:
     own = (suite.probes or {}).get("prompts")
-    return read_probe_prompts(str(suite.folder / own)) if own else TEXT_BEGINNINGS if generator.raw else BUILT_IN_PROMPTS
+    return read_probe_prompts(str(suite.folder / own)) if own else None
 
 
 def health_arm(health: Health, who: str, weights: str) -> Arm:

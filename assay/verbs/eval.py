@@ -31,28 +31,27 @@ class FLAGS:
                                group="data", metavar="FILE",
                                default=None)
     against: str | None = option("the parent model to compare with", needs="--suite", group="model", metavar="MODEL", default=None)
-    data: str | None = option("data file of the task; none is bundled", group="data", metavar="FILE", default=None)
-    k: int = option("samples per example", group="generation", short="-k", default=1)
-    temperature: float = option("sampling temperature; 0: greedy", group="generation", default=0.0)
-    max_new_tokens: int = option("the most tokens of a sample", group="generation", default=256)
-    top_k: int = option("sample among the N likeliest tokens; 0: all", group="generation", default=0)
-    top_p: float = option("nucleus sampling: sample within this probability mass", group="generation", default=1.0)
-    seed: int = option("seed; the same seed gives the same samples", group="generation", default=0)
-    limit: int | None = option("evaluate only the first N examples", group="data", default=None, default_text="all")
-    grader: str | None = option("with the task graded: a reward's name or FILE.py:FUNCTION; with reasoning_gym: a dataset's name",
-                                group="data",
-                                default=None)
-    raw: bool = option("use no chat template", group="generation", default=False)
+    data: str | None = option("data file of the task; none is bundled", needs="--task", group="data", metavar="FILE", default=None)
+    k: int = option("samples per example", needs="--task", group="generation", short="-k", default=1)
+    temperature: float = option("sampling temperature; 0: greedy", needs="--task", group="generation", default=0.0)
+    max_new_tokens: int = option("the most tokens of a sample", needs="--task", group="generation", default=256)
+    top_k: int = option("sample among the N likeliest tokens; 0: all", needs="--task", group="generation", default=0)
+    top_p: float = option("nucleus sampling: sample within this probability mass", needs="--task", group="generation", default=1.0)
+    seed: int = option("seed; the same seed gives the same samples", needs="--task", group="generation", default=0)
+    limit: int | None = option("evaluate only the first N examples", needs="--task", group="data", default=None, default_text="all")
+    grader: str | None = option("a reward's name or FILE.py:FUNCTION; of reasoning_gym: a dataset's name",
+                                needs="--task graded or --task reasoning_gym", group="data", default=None)
+    raw: bool = option("use no chat template", needs="--task", group="generation", default=False)
     trained_on: tuple[str, ...] = option("training files to search for the examples (contamination)",
-                                         group="data", metavar="FILE", default=())
+                                         needs="--task", group="data", metavar="FILE", default=())
     base: str | None = option("base of an adapter that does not name its base", group="model", metavar="MODEL", default=None)
     device: str | None = option("where to compute: cpu or cuda", group="run", default=None,
                                 default_text=DEVICE)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option("number format to compute in", group="model", default=None,
-                                                                     default_text="bfloat16 on a GPU, float32 elsewhere")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        "number format to compute in", needs="--task", group="model", default=None, default_text="bfloat16 on a GPU, float32 elsewhere")
     witness: int = option("examples that a fresh process renders, scores and grades again, independently, through transformers "
                           "(docs/witness.md); 0: none",
-                          group="run", least=0, default=8)
+                          needs="--task", group="run", least=0, default=8)
     json: bool = option("print JSON", group="run", default=False)
 
 

@@ -1,6 +1,7 @@
 """The recipe: what it refuses, how it ends, what it hands over."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,18 @@ def test_a_corpus_of_copies_is_said_and_one_that_repeats_itself_is_refused(tmp_p
     assert [verdict.outcome for verdict in found] == [Outcome.PROVEN, Outcome.UNPROVEN, Outcome.REFUTED]
     assert "30 of 80 training documents" in found[1].reason
     assert "number 1)" in found[1].reason
+
+
+def test_a_copy_of_a_corpus_is_not_mixed_in_as_new_text(tmp_path: Path):
+    corpus = tiny_corpus()
+    shutil.copytree(corpus.folder, tmp_path / "copy")
+    other = build_corpus([write_documents(tmp_path / "other.jsonl", tiny_documents(40, seed=9))], tmp_path / "other", corpus.folder,
+                         CorpusPlan(held_out=0.2))
+    ordered = lambda *mix: pretrain.corpus_order(options(tmp_path / "run", mix=mix), corpus, 2)
+    assert ordered(f"{other.folder}:0.3").windows > ordered().windows
+    for mix in ((f"{tmp_path / 'copy'}:0.3",), (f"{other.folder}:0.3", f"{corpus.folder}:0.3")):
+        with pytest.raises(UsageError, match=r"the same corpus as .*, whose text would be read twice and counted as new"):
+            ordered(*mix)
 
 
 @pytest.mark.parametrize(("given", "due"), [({}, 0.3), ({"optimizer": "adamw"}, 0.1), ({"weight_decay": 0.0}, 0.0),

@@ -10,6 +10,7 @@ import pytest
 from assay.cli import run as assay
 from assay.comparison.pairwise import Comparison
 from assay.comparison.read_results import Arm, ScoredRun
+from assay.config import parse
 from assay.data.chat import TrainingExample as Example
 from assay.data.packing import packed_rows
 from assay.errors import UsageError
@@ -18,6 +19,7 @@ from assay.learn.objectives import next_token
 from assay.learn.optim import adamw
 from assay.model.transformer import Transformer
 from assay.recipes import hand_over, run, sft, starting_model
+from assay.recipes.conversations import refuse_unbudgeted
 from assay.recipes.options import Sft
 from assay.recipes.suite import PROBES, Suite, judge_suite, read_suite, room_to_lose
 from assay.statistics.estimate import Estimate
@@ -25,6 +27,7 @@ from assay.store.checkpoint import QUARANTINE
 from assay.testing.tiny_facts import fact_sentences
 from assay.testing.tiny_models import save_model, tiny_model, tiny_tokenizer
 from assay.testing.tiny_training import NoProver
+from assay.verbs import eval as eval_verb
 from assay.verdict import Outcome, Verdict, proven
 
 SUITE = """
@@ -103,13 +106,35 @@ def test_the_verb_gives_one_verdict_and_its_numbers(home: Path, collapsed: Path,
 @pytest.mark.parametrize(("text", "words"), [("tasks: {a: {task: text, dta: x}}", "a has dta"), ("probes: false", "nothing to ask"),
                                              ("taks: {}", "the file has taks"), ("tasks: {probes: {task: arithmetic}}", "another name"),
                                              ("level: 5.0", "level is 5.0; expected the chance"), ("probes: {margin: .nan}", "margin is"),
-                                             ("tasks: {a: {task: text, margin: -1}}", "a: margin is -1")])
+                                             ("tasks: {a: {task: text, margin: -1}}", "a: margin is -1"), ("1: 2", "the file has 1"),
+                                             ("tasks: {1: {task: arithmetic}}", "cannot be called 1"),
+                                             ("tasks: {a/../../b: {task: arithmetic}}", "cannot be called 'a/../../b'"),
+                                             ("tasks: {'': {task: arithmetic}}", "cannot be called ''")])
 def test_a_suite_is_read_strictly(text: str, words: str, tmp_path: Path):
     (tmp_path / "suite.yaml").write_text(text)
     with pytest.raises(UsageError, match=words):
         read_suite(tmp_path / "suite.yaml")
     with pytest.raises(UsageError, match="no such file"):
         read_suite(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("tasks: {a: {task: arithmetic, limit: 4, k: 0}}", "-k 0"), ("tasks: {a: {task: arithmetic, limit: 4, k: 2}}", "temperature above 0"),
+    ("tasks: {a: {task: arithmetic, limit: 1}}", "one example alone"), ("probes: {n: 0}", "n is 0"),
+    ("tasks: {a: {task: arithmetic, limit: 4, temperature: .nan}}", "temperature nan"), ("probes: {max_new_tokens: 0}", "max_new 0"),
+    ("probes: {prompts: nowhere.txt}", "nowhere.txt")])
+def test_what_a_suite_cannot_ask_is_said_before_training(text: str, words: str, tmp_path: Path):
+    (tmp_path / "suite.yaml").write_text(text)
+    asked = ["--model", "m", "--data", "d.jsonl", "--max-steps", "1", "--out", "run", "--suite", str(tmp_path / "suite.yaml")]
+    with pytest.raises(UsageError, match=words):
+        refuse_unbudgeted(parse(Sft, asked, prog="assay sft"))
+
+
+@pytest.mark.parametrize("option", [("--limit", "3"), ("-k", "4"), ("--temperature", "0.5"), ("--dtype", "bfloat16"), ("--raw",)])
+def test_an_option_of_one_task_is_refused_beside_a_suite(option: tuple[str, ...]):
+    asked = ["model", "--against", "parent", "--suite", "suite.yaml", "--out", "out", *option]
+    with pytest.raises(UsageError, match="has no effect without --task"):
+        parse(eval_verb.FLAGS, asked, prog="assay eval")
 
 
 def test_what_the_parent_cannot_do_proves_nothing():
