@@ -207,9 +207,12 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] 
 
 def layer_entries(config: ModelConfig) -> int:
     """Numbers that a layer keeps of each token for the way back: its two streams and their norms, q, k and v as they are made and as
-    they are attended with, what attention gives, and the MLP's inner states before and after its activation."""
+    they are attended with, what attention gives, and the MLP's inner states before and after its activation. Of a mixture those of the
+    experts that a token goes to, each with what it is given and what it gives."""
     q, k, v = qkv_rows(config)
-    inner = (3 if config.gated else 2) * config.hidden
+    e = config.experts
+    wide, carried = (config.hidden, 0) if e is None else (e.active * e.hidden + (e.shared_hidden or 0), 2 * e.active * config.width)
+    inner = (3 if config.gated else 2) * wide + carried
     turned = q + k if config.qk_norm or config.rope else 0
     return 4 * config.width + (q + k + v) + turned + q + inner
 

@@ -32,6 +32,7 @@ from assay.recipes.memory_plan import (
     adapter_parameters,
     alternatives,
     compared_with_use,
+    layer_entries,
     plan_memory,
     planned_model,
     planned_work,
@@ -351,3 +352,23 @@ def test_every_setting_that_is_proposed_is_one_that_a_run_takes(options: tuple[s
     for words in list(dict.fromkeys(proposed)):
         capsys.readouterr()
         assert assay([*asked, *words.split(), "--memory", "100"]) == 0, (words, capsys.readouterr().err)
+
+
+def test_a_mixture_keeps_the_states_of_the_experts_that_a_token_goes_to():
+    """As many numbers as autograd saves, beside what it saves of a dense model for as many planned."""
+    def kept(family: str) -> float:
+        model, saved = tiny_model(family), dict[int, int]()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            states = model.hidden(torch.randint(0, 300, (4, 64), generator=torch.Generator().manual_seed(0)))
+        assert states.requires_grad
+        numbers = sum(size for place, size in saved.items() if place not in own) / 4 / 256 / model.config.depth
+        return numbers / layer_entries(model.config)
+
+    assert kept("qwen3_moe") == pytest.approx(kept("qwen3"), rel=0.2)
+    assert kept("qwen2_moe") == pytest.approx(kept("qwen2"), rel=0.2)
