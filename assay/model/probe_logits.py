@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from assay.model.placement import uncompiled
 from assay.model.transformer import Transformer
 from assay.seeds import generator
 
@@ -38,7 +39,8 @@ def compute_probe_logits(model: Transformer) -> ProbeLogits:
     model.compute_dtype = torch.float32
     try:
         device = "cpu" if model.embed.weight.is_meta else model.embed.weight.device  # one that has shapes alone asks another
-        logits = model.logits(model.hidden(tokens.to(device))).float()
+        with uncompiled():  # once a save, in a shape and dtype of its own
+            logits = model.logits(model.hidden(tokens.to(device))).float()
         return ProbeLogits(logits[..., ids.to(device)].cpu(), logits.logsumexp(-1).cpu())
     finally:
         model.compute_dtype = compute

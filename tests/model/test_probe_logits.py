@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from assay.guard.behaviour_checks import SAME_WEIGHTS
 from assay.model.probe_logits import ProbeLogits, compute_probe_logits, probe_distance, share_of_change
 from assay.model.transformer import Rope, Transformer, initialised
-from assay.testing.tiny_models import tiny_config
+from assay.testing.tiny_models import tiny_config, tiny_model
 
 
 def answers(seed: int = 0, **geometry: object) -> ProbeLogits:
@@ -39,3 +40,17 @@ def test_share_counts_how_often_a_change_was_made():
     normalisers = [base.logsumexp + k * (other.logsumexp - base.logsumexp) for k in (0, 0.5, 2)]
     shares = [share_of_change(ProbeLogits(*pair), base, other) for pair in zip(change, normalisers, strict=True)]
     assert shares == pytest.approx([0, 0.5, 2], abs=1e-4)
+
+
+def test_a_compiled_model_is_not_compiled_for_its_probe():
+    """A save would wait for it, and what is compared later is computed uncompiled in another process."""
+    model, compiled = tiny_model("llama").eval(), list[object]()
+    due = compute_probe_logits(model)
+    for block in model.blocks:
+        block.compile(backend=lambda graph, inputs: (compiled.append(graph), graph.forward)[1])
+    found = compute_probe_logits(model)
+    assert not compiled
+    assert torch.equal(found.logits, due.logits)
+    with torch.no_grad():
+        model.hidden(torch.zeros(1, 8, dtype=torch.long))
+    assert compiled, "it is compiled for whoever else asks"
