@@ -169,9 +169,9 @@ class Run:
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self._tidying: Future[None] | None = None
         self._replaying: set[Path] = set()  # kept steps that a proof of this session replays
-        self.settle_records: Callable[[], None] = lambda: None  # waits for kept steps that are being written
-        self.close_records: Callable[[], None] = lambda: None  # and ends their thread
-        self.save_waiting: Callable[[], None] = lambda: None  # saves the best weights, where they wait in memory
+        self.settle_records: Callable[[], None] = _nothing  # waits for kept steps that are being written
+        self.close_records: Callable[[], None] = _nothing  # and ends their thread
+        self.save_waiting: Callable[[], None] = _nothing  # saves the best weights, where they wait in memory
         self.save_cost, self.spent = SaveCost(), spent or TimeSpent()
         self.spent.phase("preflight")
         self._told_time = False
@@ -463,8 +463,13 @@ class Run:
                 self._tell_time()
                 self.ledger.close()
                 self.close_records()
+                self._let_trainer_go()
                 if self.remote is not None:
                     self.remote.close()
+
+    def _let_trainer_go(self) -> None:
+        """Drop what the trainer left here: it holds the run, and a circle would keep a finished run's model on the GPU."""
+        self.settle_records = self.close_records = self.save_waiting = _nothing
 
     def _stopped(self, error: AssayError) -> None:
         for wait in (self.save_waiting, self._saver.close, self._tidied, self._write_down_saved, self._write_down_retired,
@@ -520,6 +525,10 @@ def unsaved_on_record(events: Iterable[Mapping[str, Any]]) -> dict[int, str]:
         elif event["kind"] == Event.SAVE:
             found.pop(event["step"], None)
     return found
+
+
+def _nothing() -> None:
+    """What a run does where no trainer has asked for more."""
 
 
 @contextlib.contextmanager
