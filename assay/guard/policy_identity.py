@@ -111,11 +111,12 @@ def measure_last_bits(model: Transformer, sequences: Sequence[Ids], temperature:
     return LogprobFloor(min(float(apart_BT.mean()), MOST_LAST_BITS[0]), min(float(apart_BT.max()), MOST_LAST_BITS[1]), 0)
 
 
-def floor_anew(model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
+def floor_anew(model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float, worst: int) -> LogprobFloor:
     """Measure the log-probability floor on the weights as they are now: as they grow, and what is said gets rarer, rounding grows. It is
-    measured on the longest completions, as many as have tokens enough: a turn may be a few tokens long, and rounding affects the rare
-    tokens most."""
-    longest = sorted(zip(prompts, completions, strict=True), key=lambda pair: len(pair[1]), reverse=True)
+    measured on the completion that is farthest off, the one numbered `worst`, and on the longest, as many as have tokens enough: a turn may
+    be a few tokens long, and rounding affects the rare tokens most."""
+    first = sorted(range(len(completions)), key=lambda place: (place == worst, len(completions[place])), reverse=True)
+    longest = [(prompts[place], completions[place]) for place in first]
     tokens = np.cumsum([min(len(ids), _COLUMNS) for _, ids in longest])
     enough = max(_ROWS, int((tokens < _ROWS * _COLUMNS).sum()) + 1)
     with uncompiled():  # token by token, every length would be compiled anew
@@ -135,8 +136,9 @@ class OutgrownFloor:
     def over(self, measured: LogprobFloor) -> LogprobFloor:
         return measured if self.grown is None or measured.demanded else max(measured, self.grown, key=lambda floor: floor.bound)
 
-    def measure(self, model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float) -> LogprobFloor:
-        found = floor_anew(model, prompts, completions, temperature)
+    def measure(self, model: Transformer, prompts: Sequence[Ids], completions: Sequence[Ids], temperature: float,
+                worst: int) -> LogprobFloor:
+        found = floor_anew(model, prompts, completions, temperature, worst)
         if check_floor(found).outcome is Outcome.PROVEN:
             self.grown = found
         return found
@@ -156,11 +158,12 @@ def check_floor(floor: LogprobFloor) -> Verdict:
 
 
 def check_identity(sampler: Logprobs, trainer: Logprobs, floor: LogprobFloor, naive: Callable[[], Logprobs] | None = None,
-                   suspects: Mapping[str, Callable[[], Logprobs]] | None = None, anew: Callable[[], LogprobFloor] | None = None) -> Verdict:
+                   suspects: Mapping[str, Callable[[], Logprobs]] | None = None,
+                   anew: Callable[[int], LogprobFloor] | None = None) -> Verdict:
     """The sampler's log-probabilities are the trainer's, to the floor: on average, and in every single completion.
 
-    Where they are not, the floor is measured `anew` on the weights as they are by now, if it is rounding still; then `naive` says which
-    side is off, and each of `suspects` is tried as an explanation of the sampler's.
+    Where they are not, the floor is measured `anew` on the weights as they are by now, given the number of the completion that is farthest
+    off, if it is rounding still; then `naive` says which side is off, and each of `suspects` is tried as an explanation of the sampler's.
     """
     one, two = _arrays(sampler), _arrays(trainer)
     if [len(x) for x in one] != [len(x) for x in two] or not one:
@@ -172,7 +175,7 @@ def check_identity(sampler: Logprobs, trainer: Logprobs, floor: LogprobFloor, na
              f"the floor allows {floor.bound:.1e} and {floor.bound_alone:.1e}")
     if mean <= floor.bound and alone[worst] <= floor.bound_alone:
         return proven("identity", words, mean=mean, worst=alone[worst], floor=floor.mean, tokens=sum(map(len, one)))
-    if anew is not None and not floor.demanded and (now := anew()).bound > floor.bound and check_floor(now).outcome is Outcome.PROVEN:
+    if anew is not None and not floor.demanded and (now := anew(worst)).bound > floor.bound and check_floor(now).outcome is Outcome.PROVEN:
         return check_identity(sampler, trainer, now, naive, suspects)
     blame = "" if naive is None else _blame(one, two, _arrays(naive()), floor)
     also = [name for name, logprobs in (suspects or {}).items() if _agree(one, _arrays(logprobs()), floor)]

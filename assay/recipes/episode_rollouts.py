@@ -228,7 +228,7 @@ class EpisodeCollector:
         self.siblings.add(completions_by_task(played))
         identity = check_identity([turn.logprobs for row in some for turn in row.sequence.turns], trainer, self.floors.over(floor),
                                   lambda: naive_logprobs(model, *turns_of(some), self.asked.temperature),
-                                  anew=lambda: self.floors.measure(model, *turns_of(some), self.asked.temperature))
+                                  anew=lambda worst: self.floors.measure(model, *turns_of(some), self.asked.temperature, worst))
         sampled = played.sampled
         with uncompiled():  # every length would be compiled anew
             some_turns = sampled[:: max(1, -(-len(sampled) // RESCORED_A_ROLLOUT))]

@@ -392,7 +392,7 @@ class RolloutCollector:
         drawn, said = completions_of(everything), [completion for _, completion in chosen]
         asked = [prompt.ids for prompt, _ in chosen], [completion.ids for completion in said], self.asked.temperature
         identity = check_identity([completion.logprobs for completion in said], trainer, self.floors.over(floor),
-                                  lambda: naive_logprobs(model, *asked), anew=lambda: self.floors.measure(model, *asked))
+                                  lambda: naive_logprobs(model, *asked), anew=lambda worst: self.floors.measure(model, *asked, worst))
         with uncompiled():  # every length would be compiled anew
             again = drawn[:: max(1, -(-len(drawn) // RESCORED_A_ROLLOUT))]
             self.draws += rescored_together(model, [(prompt.ids, completion.ids) for prompt, completion in again], self.sampling)

@@ -283,7 +283,7 @@ class ServedPolicy:
         rows = episode_rows(every)
         said = [turn.logprobs for each in every for turn in each.turns]
         return check_identity(said, of_turns(scored, rows), self.floors.over(self.floor),
-                              anew=lambda: self.floors.measure(self.weights, *turns_of(rows), self.asked.temperature))
+                              anew=lambda worst: self.floors.measure(self.weights, *turns_of(rows), self.asked.temperature, worst))
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: parameter for name, parameter in self.weights.named_parameters() if not parameter.requires_grad}

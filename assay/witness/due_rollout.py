@@ -189,10 +189,10 @@ def policy_costs(rollout: DueRollout, options: Mapping[str, Any], step: int, twi
 
     def costs(logits: Tensor, tokens: Tensor, texts: Sequence[DueText]) -> Tensor:
         every, (_, learned) = (logits[:, :-1] / options["temperature"]).log_softmax(-1), right_padded(texts)
-        counts = learned[:, 1:] != 0
         logp = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        better = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64) * aligned(texts, rollout.importance)
-        then = aligned(texts, rollout.drawn_with)
+        advantages = torch.tensor([[rollout.advantages[text.name]] for text in texts], dtype=torch.float64)
+        counts, better, then = (stream.to(logits.device) for stream in (
+            learned[:, 1:] != 0, advantages * aligned(texts, rollout.importance), aligned(texts, rollout.drawn_with)))
         if stale:  # ratios to the policy as it is; each token weighs what it would be drawn with now over what it was, up to a cap
             better = better * (logp.detach() - then).exp().clamp(max=options["importance_sampling_cap"])
         apart = torch.where(counts, logp - (logp.detach() if stale else then), 0.0)

@@ -198,7 +198,7 @@ def test_a_floor_that_the_weights_have_outgrown_is_measured_anew():
     trainer = token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 3:].tolist()
     sampler = guard._one_by_one(model, ids, 3, 1.0)
     floors = OutgrownFloor()
-    anew = lambda: floors.measure(model, ids[:, :3].tolist(), ids[:, 3:].tolist(), 1.0)
+    anew = lambda worst: floors.measure(model, ids[:, :3].tolist(), ids[:, 3:].tolist(), 1.0, worst)
     assert check_identity(sampler.tolist(), trainer, floor).outcome is Outcome.REFUTED
     assert check_identity(sampler.tolist(), trainer, floor, anew=anew).outcome is Outcome.PROVEN
     assert floors.over(floor).bound > floor.bound  # in force for whatever else is asked of these weights
@@ -214,10 +214,30 @@ def test_a_floor_is_measured_anew_on_tokens_enough():
     model = initialised(tiny_config(), 0)
     model.norm.weight.mul_(10)
     ids = torch.randint(0, 320, (64, 7), generator=torch.Generator().manual_seed(1)).tolist()
-    assert floor_anew(model, [row[:3] for row in ids], [row[3:] for row in ids], 1.0).tokens == 256
-    assert floor_anew(model, [row[:3] for row in ids[:9]], [row[3:] for row in ids[:9]], 1.0).tokens == 36
+    assert floor_anew(model, [row[:3] for row in ids], [row[3:] for row in ids], 1.0, 0).tokens == 256
+    assert floor_anew(model, [row[:3] for row in ids[:9]], [row[3:] for row in ids[:9]], 1.0, 0).tokens == 36
     long = torch.randint(0, 320, (6, 80), generator=torch.Generator().manual_seed(1)).tolist()
-    assert floor_anew(model, [row[:3] for row in long], [row[3:] for row in long], 1.0).tokens == 256
+    assert floor_anew(model, [row[:3] for row in long], [row[3:] for row in long], 1.0, 0).tokens == 256
+
+
+@torch.no_grad()
+def test_a_floor_is_measured_anew_on_the_completion_that_is_farthest_off():
+    """A policy that is sure of nearly all it says, to the last bit, and not of a short turn: a sound run in fp32 was refused for that."""
+    model = initialised(tiny_config(), 0)
+    model.norm.weight.fill_(100)
+    prompts = torch.randint(0, 320, (13, 4), generator=torch.Generator().manual_seed(1))
+    sure, unsure = prompts[:12], torch.cat([prompts[12:], torch.randint(0, 320, (1, 8), generator=torch.Generator().manual_seed(2))], 1)
+    for _ in range(24):
+        sure = torch.cat([sure, model(sure)[:, -1:].argmax(-1)], 1)
+    rows = [*sure.tolist(), *unsure.tolist()]
+    said = [row for ids in (sure, unsure) for row in guard._one_by_one(model, ids, 4, 1.0).tolist()]
+    due = [row for ids in (sure, unsure) for row in token_logprobs(model, Batch(ids, torch.zeros(ids.shape)), 1.0)[0][:, 4:].tolist()]
+    floors, floor = OutgrownFloor(), measure_logprob_floor(model, rows[:4], 1.0, 4)
+    anew = lambda worst: floors.measure(model, [row[:4] for row in rows], [row[4:] for row in rows], 1.0, worst)
+    assert check_identity(said, due, floor).outcome is Outcome.REFUTED
+    assert check_identity(said, due, floor, anew=anew).outcome is Outcome.PROVEN
+    said[-1][-1] += 1e-2  # of other weights
+    assert check_identity(said, due, floor, anew=anew).outcome is Outcome.REFUTED
 
 
 def test_a_floor_that_is_demanded_is_not_outgrown():
@@ -226,6 +246,6 @@ def test_a_floor_that_is_demanded_is_not_outgrown():
     floors = OutgrownFloor(wide)
     assert floors.over(LogprobFloor(1e-6, 1e-6, 50)) == wide
     assert floors.over(NO_FLOOR) == NO_FLOOR
-    found = check_identity(said, [[-1.0005, -2.0]], floors.over(NO_FLOOR), anew=lambda: asked.append("anew") or wide)
+    found = check_identity(said, [[-1.0005, -2.0]], floors.over(NO_FLOOR), anew=lambda _: asked.append("anew") or wide)
     assert (found.outcome, asked) == (Outcome.REFUTED, [])
-    assert check_identity(said, [[-1.0005, -2.0]], LogprobFloor(1e-6, 1e-6, 50), anew=lambda: wide).outcome is Outcome.PROVEN
+    assert check_identity(said, [[-1.0005, -2.0]], LogprobFloor(1e-6, 1e-6, 50), anew=lambda _: wide).outcome is Outcome.PROVEN

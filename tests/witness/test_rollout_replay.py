@@ -1,7 +1,7 @@
 """Learning steps of GRPO, replayed from the kept rollout: clean ones are proven, and what is made of the rewards is worked out again."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from assay.testing.tiny_training import RecordingProver
 from assay.verdict import Outcome, Verdict, proven
 from assay.witness import due_rollout
 from assay.witness.due_rollout import advantages
+from assay.witness.due_rows import DueText
 from assay.witness.replay import replay_step
 from tests.recipes.sums import options, taught
 
@@ -54,6 +55,18 @@ def test_what_a_server_drew_is_weighed_as_the_witness_weighs_it(parent: Path, tm
     assert [verdict.outcome for verdict in said] == [Outcome.PROVEN] * 2, "\n".join(map(str, said))
     monkeypatch.setattr(due_rollout, "importance_weights", lambda said, tokens, *_: [1.0] * tokens)
     assert Outcome.REFUTED in [replay_step(record).outcome for record in pending_records(tmp_path / "run")]
+
+
+@pytest.mark.parametrize("changed", [{}, {"max_staleness": 1}, {"importance_sampling_level": "sequence"}, {"loss_type": "cispo"}], ids=str)
+def test_what_a_token_costs_is_computed_where_the_logits_lie(changed: dict[str, Any]):
+    """And not where the rollout was read, on the host: a second device is needed to tell, here torch's "meta"."""
+    texts = [DueText("a", [1, 2, 3], [0.0, 1.0, 1.0]), DueText("b", [4, 5], [0.0, 1.0])]
+    streams = {text.name: [0.5] * len(text.tokens) for text in texts}
+    drawn = due_rollout.DueRollout(texts, {"a": 1.0, "b": -1.0}, streams, 3.0, streams)
+    asked = asdict(options(Path("parent"), Path("run"))) | {"entropy_weight": 0.1, "beta": 0.0} | changed
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    found = due_rollout.policy_costs(drawn, asked, 0, None, {})(torch.zeros(2, 3, 8, device="meta"), tokens, texts)  # type: ignore[arg-type]
+    assert (found.device.type, found.shape) == ("meta", (2, 2))
 
 
 ECHO = {"environment": "assay.testing.echo_environment:Echo", "data": (), "reward": (), "tasks": 64, "max_turns": 3,
