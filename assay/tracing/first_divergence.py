@@ -10,7 +10,7 @@ Shapes: B rows, T time.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +100,12 @@ def run_reference(config: ModelConfig, run: ForwardMode, tokens_BT: Tensor, dtyp
     run(tokens_BT, look)
     joined = {site: torch.cat(values[site], 1) for site in forward_sites(config) if site in values}
     kept = ReferencePass(config, tokens_BT, joined, dtype)
-    if twin is None:
-        return kept
-    floors = {site: distance.worst for site, distance in site_distances(kept, twin, spliced=True).items()}
-    return ReferencePass(config, tokens_BT, joined, dtype, floors)
+    return kept if twin is None else measure_floors(kept, twin)
+
+
+def measure_floors(kept: ReferencePass, twin: ForwardMode) -> ReferencePass:
+    """A's pass with what rounding does at every site, by the same weights in another dtype. A itself need not be in memory any more."""
+    return replace(kept, floors={site: distance.worst for site, distance in site_distances(kept, twin, spliced=True).items()})
 
 
 def compare_passes(a: ReferencePass, b: ForwardMode, dtype: torch.dtype, tolerance: float | None = None) -> PassDivergence:

@@ -86,18 +86,18 @@ def run_alone(flags: FLAGS, a: "Artifact", tokens: "torch.Tensor") -> int:
 
 def compare_models(a: "Artifact", b: "Artifact", tokens: "torch.Tensor",
                    flags: FLAGS) -> "tuple[PassDivergence, list[WeightChange] | None]":
-    """A and its twin run first and leave their values; then B runs beside them."""
+    """A, its twin and B run one after the other, each alone in memory with the values that A leaves."""
     import torch
 
     from assay.store.artifact import merged_tensors
-    from assay.tracing.first_divergence import compare_passes, run_reference, weight_changes
+    from assay.tracing.first_divergence import compare_passes, measure_floors, run_reference, weight_changes
     from assay.tracing.forward_modes import plain_forward
 
     other = flags.b_dtype or flags.dtype
     of_twin = other if other != flags.dtype else "float64" if flags.dtype != "float64" else "float32"
     dtypes = {name: getattr(torch, name) for name in (flags.dtype, other)}
-    twin = plain_forward(load_on_device(a, of_twin, flags.device))
-    known = run_reference(a.config, plain_forward(load_on_device(a, flags.dtype, flags.device)), tokens, dtypes[flags.dtype], twin)
+    known = run_reference(a.config, plain_forward(load_on_device(a, flags.dtype, flags.device)), tokens, dtypes[flags.dtype])
+    known = measure_floors(known, plain_forward(load_on_device(a, of_twin, flags.device)))
     found = compare_passes(known, forward_mode_of(b, other, flags, tokens.shape[1]), dtypes[other], flags.tolerance)
     moved = None if found.first is None else weight_changes(found.first.site, a.config, merged_tensors(a), merged_tensors(b))
     return found, moved

@@ -1,22 +1,26 @@
 """Of more than fifty planted faults a trace names the right site; of fifty clean pairs it says nothing."""
 
 import functools
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from assay import cli
 from assay.editing.block_hooks import block
 from assay.model.lora import attach, fresh, plan
 from assay.model.patch import patched_tensors
 from assay.model.transformer import Transformer
 from assay.testing.tiny_forward import FORWARD_FAULTS, RUNNERS, TRACE_DEPTH, broken_model, random_model, reference_run, traced_tokens
-from assay.testing.tiny_models import nudge, save_hf_folder
+from assay.testing.tiny_models import nudge, save_hf_folder, save_model, tiny_model
 from assay.tracing.first_divergence import PassDivergence, ReferencePass, check_forward, compare_passes, run_reference, weight_changes
 from assay.tracing.forward_modes import ForwardMode, PassObserver, batched_forward, cached_forward, plain_forward
 from assay.tracing.hooks import Site
+from assay.verbs import trace
 from assay.verdict import Outcome
 from assay.zoo import forward_faults as _  # noqa: F401 - importing registers
 
@@ -257,3 +261,19 @@ def test_a_tolerance_takes_the_place_of_rounding():
     other = nudge(random_model("llama"), far=1e-4)
     assert compare_passes(reference_run("llama"), plain_forward(other), torch.float32).first is not None
     assert compare_passes(reference_run("llama"), plain_forward(other), torch.float32, tolerance=0.05).first is None
+
+
+def test_two_models_and_the_twin_of_the_first_are_in_memory_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The twin in float64 is the largest of them: with another beside it, a model that fits on a GPU twice would not be traced there."""
+    folders = [str(save_model(tmp_path / name, tiny_model("llama", seed)).folder) for seed, name in enumerate("ab")]
+    load, made, beside = trace.load_on_device, list[weakref.ref[Transformer]](), list[int]()
+
+    def counted(*asked: Any) -> Transformer:
+        beside.append(sum(each() is not None for each in made))
+        model = load(*asked)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(trace, "load_on_device", counted)
+    assert cli.run(["trace", *folders, "--prompt", "2+3=", "--device", "cpu"]) == 3
+    assert beside == [0, 0, 0]
