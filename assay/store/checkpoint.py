@@ -218,7 +218,7 @@ def quarantine_checkpoint(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -
     """Write quarantine.json with the reasons; from then on `latest` passes over it, and a hallmark is void."""
     mark = _write_mark(checkpoint, QUARANTINE, list(verdicts))
     if os.path.lexists(checkpoint.folder / HALLMARK):
-        durable.remove_file(checkpoint.folder / HALLMARK)
+        durable.remove_file(checkpoint.folder.resolve() / HALLMARK)
     return mark
 
 
@@ -392,7 +392,8 @@ def _write_mark(checkpoint: Checkpoint, name: str, verdicts: list[Verdict]) -> d
     if _digest(checkpoint.folder) != checkpoint.digest:
         raise ArtifactError(f"{checkpoint.folder}: its manifest changed since it was opened; open it again")
     mark = {"format": CHECKPOINT_FORMAT, "manifest": checkpoint.digest, "verdicts": [verdict.to_json() for verdict in verdicts]}
-    durable.replace_file(checkpoint.folder / name, seal(mark, where=str(checkpoint.folder / name), indent=1))
+    where = checkpoint.folder.resolve() / name  # a checkpoint may be named by a link
+    durable.replace_file(where, seal(mark, where=str(where), indent=1))
     return mark
 
 

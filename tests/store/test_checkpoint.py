@@ -446,3 +446,13 @@ def test_the_manifest_is_readable_json(tmp_path: Path) -> None:
     data = (tmp_path / "c" / "manifest.json").read_bytes()
     assert json.loads(data).items() > manifest.items()
     assert data == canonical_json(json.loads(data), where="", indent=1)
+
+
+def test_marks_of_a_checkpoint_that_a_link_names(tmp_path: Path):
+    saved = save(tmp_path, 1)
+    (tmp_path / "newest").symlink_to(saved.folder)
+    write_hallmark(open_checkpoint(tmp_path / "newest"), GOOD)
+    assert (saved.folder / "hallmark.json").is_file()
+    quarantine_checkpoint(open_checkpoint(tmp_path / "newest"), [refuted("answers", "other bytes")])
+    assert (saved.folder / "quarantine.json").is_file()
+    assert not (saved.folder / "hallmark.json").exists()
