@@ -114,7 +114,7 @@ class EpisodeCollector:
         self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
-        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this session saw it
+        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this process saw it
         self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
         self.floors = OutgrownFloor()
 
@@ -223,7 +223,7 @@ class EpisodeCollector:
     def _check_draws(self, played: PlayedEpisodes, some: Sequence[EpisodeRow], trainer: Sequence[Sequence[float]], model: Transformer,
                      floor: LogprobFloor) -> list[Verdict]:
         """`model` gives the turns of some sequences the probabilities that they were sampled with; and whether tokens look drawn from
-        the stated distribution, over all rollouts of this session."""
+        the stated distribution, over all rollouts of this process."""
         self.looks += 1
         self.siblings.add(completions_by_task(played))
         identity = check_identity([turn.logprobs for row in some for turn in row.sequence.turns], trainer, self.floors.over(floor),

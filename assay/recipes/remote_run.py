@@ -56,7 +56,7 @@ class RemoteRun:
         self._waiting: _Shipment | None = None
         self._sending: _Shipment | None = None
         self._pending: Future[None] | None = None
-        self._there: dict[str, str] = {}  # checkpoints that this session has sent: name → digest
+        self._there: dict[str, str] = {}  # checkpoints that this process has sent: name → digest
         self._told: list[Verdict] = []
         self.latest: Verdict = unproven("remote", f"no checkpoint was sent to {self.remote.url}")
 

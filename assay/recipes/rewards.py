@@ -417,7 +417,7 @@ class JudgeReward:
         return judged
 
     def write_down(self, run: Run, step: int) -> str:
-        """Record what the judge said and cost in this session. A judge that contradicts itself ends the run; one that is swayed by the
+        """Record what the judge said and cost in this process. A judge that contradicts itself ends the run; one that is swayed by the
         order of the page is worth a warning, because that order is another one each time."""
         run.log(Event.JUDGE_COST, step=step, **self.identity, **self.sitting.counts())
         agreement = check_judge_agreement(self.sitting.repeats)

@@ -223,7 +223,7 @@ class RolloutCollector:
         self._score = token_logprobs if config.fsdp else quickest_score(self.model, layout)
         self.train_ids = [prompt.id for prompt in prompts.train]
         self.held_out = frozenset(said for prompt in prompts.held_out for said in (prompt.content, prompt.text))
-        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this session saw it
+        self.fingerprints: dict[int, str] = {}  # of the policy after so many updates, as far as this process saw it
         self.draws, self.siblings, self.looks = DrawnTokens(), SiblingCounts(config.num_generations), 0
         self.floors = OutgrownFloor()
 
@@ -385,7 +385,7 @@ class RolloutCollector:
     def _check_draws(self, everything: Sequence[Group], chosen: Drawn, trainer: Sequence[Sequence[float]], model: Transformer,
                      floor: LogprobFloor) -> list[Verdict]:
         """`model` gives some completions, spread over the rollout, the probabilities that they were drawn with; and whether tokens look
-        drawn from the stated distribution, over all rollouts of this session. Of what was drawn, not of what was kept: that is chosen by
+        drawn from the stated distribution, over all rollouts of this process. Of what was drawn, not of what was kept: that is chosen by
         its rewards."""
         self.looks += 1
         self.siblings.add([group.completions for group in everything])

@@ -192,6 +192,6 @@ class RolloutsAhead(AbstractContextManager["RolloutsAhead"]):
         return [found]
 
     def check_end(self) -> list[Verdict]:
-        """Check all rollouts that this session drew ahead, or found waiting."""
+        """Check all rollouts that this process drew ahead, or found waiting."""
         waiting = {} if self.waiting is None else {self.waiting.step: self.begun[self.waiting.step]}
         return [check_in_flight(self.begun, self.trained, waiting, self.dropped)] if self.on else []

@@ -160,7 +160,7 @@ class Run:
         self.interrupted: int | None = None
         self.going_on_from = 0
         self._told = 0.0  # when progress was told last
-        self._paced: tuple[int, float] | None = None  # the first step of this session that was told, and when
+        self._paced: tuple[int, float] | None = None  # the first step of this process that was told, and when
         self.needed: set[str] = set()  # digests that retention may not delete
         self.unsaved: dict[int, str] = {}  # steps that scored better than all that was kept and were not kept, and why
         self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
@@ -168,7 +168,7 @@ class Run:
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self._tidying: Future[None] | None = None
-        self._replaying: set[Path] = set()  # kept steps that a proof of this session replays
+        self._replaying: set[Path] = set()  # kept steps that a proof of this process replays
         self.settle_records: Callable[[], None] = _nothing  # waits for kept steps that are being written
         self.close_records: Callable[[], None] = _nothing  # and ends their thread
         self.save_waiting: Callable[[], None] = _nothing  # saves the best weights, where they wait in memory

@@ -136,7 +136,7 @@ class Trainer:
         self.replay = StepReplay(run.config.replay_steps, self.accumulate, self.model, objective, micro)
         self._frozen_in_parts: list[Mapping[str, int]] = []
         self._shares = 0
-        self.start = self.done = 0  # steps taken before this session, and in all
+        self.start = self.done = 0  # steps taken before this process, and in all
         self.saved: int | None = None  # the step of the newest checkpoint
         self.pace, self._looped = SavePace(), False
         self._waiting: WaitingBest | None = None

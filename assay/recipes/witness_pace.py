@@ -13,7 +13,7 @@ REPLAY_SPEED = {"cpu": 2e10, "cuda": 2e13}  # operations a second, as long as no
 
 
 class WitnessPace:
-    """Pace of the witness: says whether one more step may be kept, by what the replays of this session took."""
+    """Pace of the witness: says whether one more step may be kept, by what the replays of this process took."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._began, self.kept = now, now(), list[Path]()
