@@ -260,10 +260,11 @@ def chained(folder: Path) -> Path:
     document = yaml.safe_load((ROOT / "pipelines" / "chain.yaml").read_text())
     del document["stages"]["teacher"]
     small = {"max-length": LENGTH, "batch-tokens": 8 * LENGTH, "learning-rate": 5e-3, "warmup-steps": 2, "num-train-epochs": 30,
-             "held-out": 0.25, "max-new-tokens": 24, "device": "cpu"}
+             "held-out": 0.25, "device": "cpu"}
     for stage in document["stages"].values():
         stage["options"] |= small
     document["stages"]["first"]["options"]["teacher"] = "${inputs.teacher}"
+    document["stages"]["second"]["options"]["max-new-tokens"] = 24
     (folder / "chain.yaml").write_text(json.dumps(document, indent=1))
     return folder / "chain.yaml"
 
