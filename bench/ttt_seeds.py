@@ -4,8 +4,9 @@
     python bench/ttt_seeds.py runs/a/model --text book.txt --documents 8 --document-bytes 600 --options '--chunk 32 --batch-size 4'
 
 Bits per byte with and without, paired by document, for each seed, and their mean over seeds with the seed as the unit; then a warm
-start (right factors kept from document to document) for each weight decay and seed: the gain, the documents that got worse, how far
-the kept factors went, and whether the seeds tell one story. `assay seeds ttt` says the same with a process and a ledger a seed.
+start (right factors kept from document to document) for each weight decay and seed, and one adapter that is carried over all documents
+for each learning rate and seed: the gain, the documents that got worse, how far the kept factors went, and whether the seeds tell one
+story. `assay seeds ttt` says the same with a process and a ledger a seed.
 """
 
 import argparse
@@ -59,9 +60,14 @@ def main() -> None:
               f"without  ({time.monotonic() - began:.1f} s)", flush=True)
         for verdict in preflight_ttt(bench.model, bench.texts, bench.how, bench.patch(flags.seeds[0])):
             print(f"  {verdict}")
-        gains(bench, flags.seeds)
+        if not flags.kept_alone:
+            gains(bench, flags.seeds)
         for decay in flags.decays:
-            warm_starts(bench, decay, flags)
+            kept_factors(bench, f"warm, weight decay {decay:g}", replace(bench.how, warm=True, weight_decay=decay), flags.warm_batch,
+                         flags.seeds)
+        for rate in flags.carry_rates:
+            kept_factors(bench, f"carried over, learning rate {rate:g}", replace(bench.how, carry_over=True, lr=rate), flags.carry_batch,
+                         flags.seeds)
         print(f"  {time.monotonic() - began:.1f} s in all", flush=True)
 
 
@@ -72,7 +78,7 @@ def prepared(path: str, flags: argparse.Namespace) -> Bench:
     model = load_reader(source, flags.device)
     texts, _ = read_documents(config, source)
     how = ttt_plan(config, model)
-    without = token_costs(read_and_adapt(model, tokens_of(texts), how, min(config.batch, len(texts))), len(texts))
+    without = token_costs(read_and_adapt(model, tokens_of(texts), how, min(config.batch_size, len(texts))), len(texts))
     alone = [replace(text, without=bits(cost), with_=bits(cost)) for text, cost in zip(texts, without, strict=True)]
     return Bench(config, source, model, alone, how)
 
@@ -81,7 +87,7 @@ def gains(bench: Bench, seeds: Sequence[int]) -> None:
     saved = []
     for seed in seeds:
         began = time.monotonic()
-        texts, _ = learned(bench, bench.how, seed, bench.config.batch)
+        texts, _ = learned(bench, bench.how, seed, bench.config.batch_size)
         found = estimates(texts)
         saved.append(found["bits per byte, saved"].mean)
         print(f"  reset, seed {seed:5}: {found['bits per byte, saved']} saved, {found['bits per byte, with']} with; "
@@ -90,29 +96,30 @@ def gains(bench: Bench, seeds: Sequence[int]) -> None:
         print(f"  reset, over seeds: {mean(saved)} bits per byte saved, the seed as the unit")
 
 
-def warm_starts(bench: Bench, decay: float, flags: argparse.Namespace) -> None:
+def kept_factors(bench: Bench, label: str, how: TttSettings, slots: int, seeds: Sequence[int]) -> None:
+    """One line a seed of reading with factors that are kept from document to document."""
     final: dict[int, float] = {}
-    for seed in flags.seeds:
-        how, slots = replace(bench.how, warm=True, weight_decay=decay), min(flags.warm_batch, len(bench.texts))
+    for seed in seeds:
+        began = time.monotonic()
         try:
             texts, norms = learned(bench, how, seed, slots)
         except GuardStop as error:
             final[seed] = math.nan
-            print(f"  warm, weight decay {decay:g}, seed {seed:5}: stopped by a guard: {error}", flush=True)
+            print(f"  {label}, seed {seed:5}: stopped by a guard: {error}", flush=True)
             continue
         found = estimates(texts)
         final[seed] = found["bits per byte, with"].mean
-        drift = check_factor_drift(norms[slots:], bench.config.max_drift)
-        print(f"  warm, weight decay {decay:g}, seed {seed:5}: {found['bits per byte, saved']} saved; {worse(texts)}; "
-              f"{drift.outcome} {drift.reason.split(';')[0]}", flush=True)
+        drift = check_factor_drift(norms[min(slots, len(texts)) :], bench.config.max_drift)
+        print(f"  {label}, seed {seed:5}: {found['bits per byte, saved']} saved, {halves(texts)}; {worse(texts)}; {drift.outcome} "
+              f"{drift.reason.split(';')[0]}  ({time.monotonic() - began:.1f} s)", flush=True)
     if len(final) > 1:
-        print(f"  warm, weight decay {decay:g}: {stability(final, metric='bits per byte').verdict()}")
+        print(f"  {label}: {stability(final, metric='bits per byte').verdict()}")
 
 
 def learned(bench: Bench, how: TttSettings, seed: int, slots: int) -> tuple[list[Read], list[float]]:
     """The documents with what they cost, and the norms of the right factors that each began with."""
     slots, norms = min(slots, len(bench.texts)), list[float]()
-    adapters = BatchedAdapters(bench.patch(seed), slots, bench.model.embed.weight.device)
+    adapters = BatchedAdapters(bench.patch(seed), slots, bench.model.embed.weight.device, shared=how.carry_over)
 
     def noted(event: TttEvent) -> TttEvent:
         norms.extend(one.right for one in event if isinstance(one, DocumentBegun))
@@ -122,6 +129,14 @@ def learned(bench: Bench, how: TttSettings, seed: int, slots: int) -> tuple[list
         events = read_and_adapt(bench.model, tokens_of(bench.texts), how, slots, adapters)
         found: TokenCosts = token_costs((noted(event) for event in events), len(bench.texts))
     return [replace(text, with_=bits(cost)) for text, cost in zip(bench.texts, found, strict=True)], norms
+
+
+def halves(texts: Sequence[Read]) -> str:
+    """Gain in each half of the documents: what is kept should serve the second better."""
+    middle = len(texts) // 2
+    first, second = (sum(text.without - text.with_ for text in half) / sum(text.bytes for text in half)
+                     for half in (texts[:middle], texts[middle:]))
+    return f"{first:.4f} in the first half of the documents and {second:.4f} in the second"
 
 
 def worse(texts: Sequence[Read]) -> str:
@@ -137,8 +152,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=128)
     parser.add_argument("--document-bytes", type=int, default=8192)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 314, 1337])
+    parser.add_argument("--kept-alone", action="store_true", help="leave out the readings with a fresh adapter for every document")
     parser.add_argument("--decays", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="weight decays of a warm start; none: no table")
     parser.add_argument("--warm-batch", type=int, default=16, help="chains of documents: each hands its right factors on")
+    parser.add_argument("--carry-rates", type=float, nargs="*", default=[3e-4, 1e-3], help="learning rates of one adapter for all")
+    parser.add_argument("--carry-batch", type=int, default=8, help="documents that are read side by side by one adapter")
     parser.add_argument("--options", default="--batch-size 64" if on_gpu else "", help="options of assay ttt, as one word")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     return parser.parse_args()

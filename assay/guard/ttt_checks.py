@@ -28,21 +28,25 @@ def causality_cuts(chunk: int, length: int) -> list[int]:
     return sorted(cut for cut in within | {1 + 2 * chunk} if cut < length)
 
 
-def check_causality(reading: Reading, documents: Sequence[Sequence[int]], cuts: Sequence[int], vocab: int) -> Verdict:
+def check_causality(reading: Reading, documents: Sequence[Sequence[int]], cuts: Sequence[int], vocab: int, *,
+                    shared_chunk: int | None = None) -> Verdict:
     """Each document in turn is read again with every token from a cut on replaced by another: scores before the cut, and all scores
-    of the other documents, must be the same bits. A cut within a chunk shows what the chunk's own later tokens did to it."""
+    of the other documents, must be the same bits. A cut within a chunk shows what the chunk's own later tokens did to it.
+
+    Documents that share an adapter, and are read side by side in chunks of `shared_chunk`, may differ from the chunk after the cut's on.
+    """
     before = reading(documents)
     compared, moved, tried = 0, 0, [(at, cut) for at, tokens in enumerate(documents) for cut in cuts if cut < len(tokens)]
     for at, cut in tried:
         after = reading([changed_from(tokens, cut, vocab) if number == at else tokens for number, tokens in enumerate(documents)])
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
-            past = cut - 1 if number == at else len(old)  # score i is that of token i + 1
-            wrong = np.flatnonzero(old[:past].view(np.int32) != new[:past].view(np.int32))
+            past = cut - 1 if number == at else len(old) if shared_chunk is None else -(-cut // shared_chunk) * shared_chunk
+            wrong = np.flatnonzero(old[:past].view(np.int32) != new[:past].view(np.int32))  # score i is that of token i + 1
             if wrong.size:
                 return refuted("causality", f"tokens of document {at} from {cut} on were replaced, and the score of document {number}'s "
                                f"token {wrong[0] + 1} went from {old[wrong[0]]:.6g} to {new[wrong[0]]:.6g} nats: it was scored by what "
                                "had seen the future", cut=cut, document=number, token=int(wrong[0]) + 1, changed=int(wrong.size))
-            compared += past
+            compared += min(past, len(old))
         moved += int((before[at][cut - 1 :] != after[at][cut - 1 :]).sum())
     if not moved:
         return unproven("causality", "replacing tokens changed no score at all, not even their own: the reading does not look at them")
@@ -82,14 +86,18 @@ def token_costs(events: Iterable[TttEvent], documents: int) -> TokenCosts:
     return [np.concatenate(parts) for parts in found]
 
 
-def check_score_order(events: Sequence[Mapping[str, Any]], tokens: Sequence[int], *, warm: bool) -> Verdict:
+def check_score_order(events: Sequence[Mapping[str, Any]], tokens: Sequence[int], *, warm: bool, carry_over: bool = False) -> Verdict:
     """The ledger of scores, read back: each chunk was scored once, in order, by the adapter that the step on the chunk before had
-    left, and only then stepped on; every document began with left factors of 0 and, unless `warm`, with the first right ones.
+    left, and only then stepped on; every document began with left factors of 0 and, unless `warm`, with the first right ones. Where
+    one adapter is carried over, every document began with what all steps before had left.
 
     `tokens` is how many each document has to be scored on.
     """
-    order = _Order(warm)
+    order = _Order(warm, carry_over)
     for event in events:
+        if carry_over and event["kind"] == "update" and len(left := {(row["adapter"], row["steps"]) for row in event["rows"]}) > 1:
+            return refuted("order", f"ledger of scores, line {event['seq'] + 1}: one step left {len(left)} adapters: they are not carried "
+                           "over", line=event["seq"] + 1)
         for row in event.get("rows", ()):
             if wrong := order.follow(event["kind"], row):
                 return refuted("order", f"ledger of scores, line {event['seq'] + 1}: document {row['document']}: {wrong}",
@@ -104,8 +112,9 @@ def check_score_order(events: Sequence[Mapping[str, Any]], tokens: Sequence[int]
 class _Order:
     """State that the ledger has told so far: each slot's document, its adapter, and whether its last chunk is scored."""
 
-    def __init__(self, warm: bool):
-        self.warm, self.scores, self.updates = warm, 0, 0
+    def __init__(self, warm: bool, carry_over: bool):
+        self.warm, self.carry_over, self.scores, self.updates = warm, carry_over, 0, 0
+        self.carried: dict[str, Any] | None = None  # the adapter of all slots
         self.first: str | None = None
         self.slots: dict[int, dict[str, Any]] = {}
         self.tokens: dict[int, int] = {}
@@ -121,19 +130,26 @@ class _Order:
 
     def _begin(self, row: Mapping[str, Any]) -> str | None:
         self.first = self.first or row["adapter"]
-        self.slots[row["slot"]] = {"document": row["document"], "adapter": row["adapter"], "steps": 0, "due": 0, "scored": None}
-        if row["left"] != 0:
+        learned = {"adapter": row["adapter"], "steps": 0}
+        if self.carry_over:
+            learned = self.carried = self.carried or learned
+        self.slots[row["slot"]] = {"document": row["document"], "learned": learned, "due": 0, "scored": None}
+        if row["adapter"] != learned["adapter"]:
+            return (f"it began with adapter {row['adapter']}; the one that the documents before it left is {learned['adapter']}: it was "
+                    "not carried over")
+        if row["left"] != 0 and not learned["steps"]:
             return f"it began with left factors of norm {row['left']:.3g}, not 0: what another document taught was still there"
-        if not self.warm and row["adapter"] != self.first:
+        if not (self.warm or self.carry_over) and row["adapter"] != self.first:
             return f"it began with adapter {row['adapter']}, not with the first one, {self.first}: it was not reset"
         return None
 
     def _score(self, slot: dict[str, Any], row: Mapping[str, Any]) -> str | None:
         if row["chunk"] != slot["due"]:
             return f"chunk {row['chunk']} was scored where chunk {slot['due']} was due"
-        if (row["adapter"], row["steps"]) != (slot["adapter"], slot["steps"]):
+        learned = slot["learned"]
+        if (row["adapter"], row["steps"]) != (learned["adapter"], learned["steps"]):
             return (f"chunk {row['chunk']} was scored by adapter {row['adapter']} after {row['steps']} steps; the one that the chunks "
-                    f"before it left is {slot['adapter']} after {slot['steps']}")
+                    f"before it left is {learned['adapter']} after {learned['steps']}")
         slot |= {"due": row["chunk"] + 1, "scored": row["chunk"]}
         self.tokens[row["document"]] = self.tokens.get(row["document"], 0) + row["tokens"]
         self.scores += 1
@@ -142,7 +158,8 @@ class _Order:
     def _update(self, slot: dict[str, Any], row: Mapping[str, Any]) -> str | None:
         if row["chunk"] != slot["scored"]:
             return f"a step was taken on chunk {row['chunk']} before it was scored, or twice"
-        slot |= {"adapter": row["adapter"], "steps": row["steps"], "scored": None}
+        slot["scored"] = None
+        slot["learned"] |= {"adapter": row["adapter"], "steps": row["steps"]}
         self.updates += 1
         return None
 
@@ -164,11 +181,12 @@ def ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Estimate:
     return ratio(bits_without - bits_with, bytes_, level=_LEVEL)
 
 
-def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array) -> Verdict:
+def check_ttt_gain(bits_with: Array, bits_without: Array, bytes_: Array, *, carry_over: bool = False) -> Verdict:
     """Check the gain of test-time training: shown where the interval leaves out 0 and so does an exact test: were there no gain, each
     document would be as likely to lose."""
     found, p = ttt_gain(bits_with, bits_without, bytes_), sign_flip_p(bits_without - bits_with)
-    words = f"{found} bits per byte saved, sign flips p = {p:.2g}"
+    words = f"{found} bits per byte saved, sign flips p = {p:.2g}" + (
+        ", in this order of the documents: each has learned from those before it" if carry_over else "")
     shown = p <= 1 - _LEVEL
     if shown and found.low > 0:
         return proven("gain", f"test-time training helps: {words}", gain=found.mean, p=p)
@@ -200,6 +218,6 @@ def check_factor_drift(norms: Sequence[float], bound: float) -> Verdict:
              f"the first, {values[-1]:.3g} in the end")
     if not ((values >= 1 / bound) & (values <= bound)).all():  # so said, that what is no number is not within
         return refuted("drift", f"{words}; allowed is {1 / bound:.3g} to {bound:.3g}: they run away or die out, so that a seed or a longer "
-                       "text can end elsewhere. Change --weight-decay or --learning-rate, or leave out --warm-start",
+                       "text can end elsewhere. Change --weight-decay or --learning-rate, or let every document begin afresh",
                        norms=list(map(str, norms)))
     return proven("drift", f"{words}; allowed is {1 / bound:.3g} to {bound:.3g}", low=float(values.min()), high=float(values.max()))

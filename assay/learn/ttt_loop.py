@@ -1,15 +1,17 @@
 """Test-time training: a document is read in chunks, and each is scored before the document's own adapter learns from it.
 
 Slots read their documents side by side, each with its own factors and its own Adam; a slot whose document ends takes the next
-one in order. `read_and_adapt` is a generator: what it yields as scored was scored before the step that comes after, which is not
-taken until whoever iterates asks for more.
+one in order. With one adapter for all (dynamic evaluation) a step is taken on all slots' chunks once all of them are scored, and what
+was learned is kept from document to document. `read_and_adapt` is a generator: what it yields as scored was scored before the step
+that comes after, which is not taken until whoever iterates asks for more.
 
 Shapes: B slots, T tokens of a window, K tokens of a chunk, N elements of one slot's adapter.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,11 +38,13 @@ class TttSettings:
     weight_decay: float = 0.0
     eps: float = 1e-8
     warm: bool = False  # a document begins with the right factors of the one before it in its slot
+    carry_over: bool = False  # one adapter reads all documents, and none begins afresh
 
 
 @dataclass(frozen=True)
 class DocumentBegun:
-    """`left` is the norm of the left factors, which is to be 0; `right` that of the right ones, relative to their first."""
+    """`left` is the norm of the left factors, which is to be 0 unless the adapter is carried over; `right` that of the right ones,
+    relative to their first."""
 
     document: int
     slot: int
@@ -51,7 +55,8 @@ class DocumentBegun:
 
 @dataclass(frozen=True)
 class ChunkScored:
-    """Losses of the tokens of a chunk in nats, under the adapter that has taken `steps` steps on the document's earlier chunks."""
+    """Losses of the tokens of a chunk in nats, under the adapter that has taken `steps` steps: on the document's earlier chunks, or on
+    all that was read before where it is carried over."""
 
     document: int
     slot: int
@@ -73,7 +78,7 @@ class AdapterUpdated:
 TttEvent = list[DocumentBegun] | list[ChunkScored] | list[AdapterUpdated]
 
 
-@dataclass
+@dataclass(frozen=True)
 class DocumentCursor:
     """Position of a slot in its document, whose first token is predicted by nothing."""
 
@@ -94,10 +99,10 @@ def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], setti
     """Test-time training of documents: every token but a document's first is scored once, in order. Without adapters it is the model alone
     that reads.
 
-    After a document's last chunk no step is taken: nothing of it is left to read.
+    After the last chunk that an adapter is to read no step is taken: that of its document, or that of all where it is carried over.
     """
     require_readable(model, documents, settings)
-    waiting, places = iter(enumerate(documents)), list[DocumentCursor | None]([None] * slots)
+    waiting, places = deque(enumerate(documents)), list[DocumentCursor | None]([None] * slots)
     adam = None if adapters is None else SlotAdam(adapters, settings)
     while True:
         if begun := _begin(places, waiting, adam):
@@ -105,7 +110,7 @@ def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], setti
         if not any(places):
             return
         window = chunk_windows(places, settings, model.embed.weight.device)
-        learning = [place is not None and not place.last(settings) for place in places]
+        learning = slots_that_learn(places, settings, read_on=settings.carry_over and bool(waiting))
         losses_BK = score_chunks(model, window, adam, learning)
         yield _scores(places, losses_BK, settings, adam)
         if adam is not None and any(learning):
@@ -113,8 +118,15 @@ def read_and_adapt(model: Transformer, documents: Sequence[Sequence[int]], setti
             yield _updates(places, learning, adam)
         for slot, place in enumerate(places):
             if place is not None:
-                place.chunk += 1
-                places[slot] = place if learning[slot] else None
+                places[slot] = None if place.last(settings) else replace(place, chunk=place.chunk + 1)
+
+
+def slots_that_learn(places: Sequence[DocumentCursor | None], settings: TttSettings, *, read_on: bool) -> list[bool]:
+    """Slots whose chunk is to be learned from, because the adapter has something left to read. `read_on`: documents wait for it."""
+    unfinished = [place is not None and not place.last(settings) for place in places]
+    if not settings.carry_over:
+        return unfinished
+    return [place is not None and (read_on or any(unfinished)) for place in places]
 
 
 def score_chunks(model: Transformer, window: Batch, adam: "SlotAdam | None", learning: Sequence[bool]) -> Tensor:
@@ -124,8 +136,11 @@ def score_chunks(model: Transformer, window: Batch, adam: "SlotAdam | None", lea
 
 
 def learn_from_chunks(model: Transformer, window: Batch, losses_BK: Tensor, adam: "SlotAdam", learning: Sequence[bool]) -> None:
-    """Steps on chunks that were scored; the first on the very graph that scored them."""
+    """Steps on chunks that were scored; the first on the very graph that scored them. A shared adapter learns from the mean over all
+    tokens of the slots' chunks, others from that over their own."""
     tokens_B = window.weight.sum(1).clamp(min=1)
+    if adam.adapters.shared:
+        tokens_B = window.weight.sum().expand(len(tokens_B))
     for again in range(adam.settings.steps):
         if again:
             losses_BK = token_losses(model, window, adam)
@@ -146,14 +161,16 @@ def token_losses(model: Transformer, window: Batch, adam: "SlotAdam | None") -> 
 
 
 class SlotAdam:
-    """AdamW on the slots' factors, each slot with its own moments and its own count of steps."""
+    """AdamW on the slots' factors, each slot with its own moments and its own count of steps. A shared adapter has one of each."""
 
     def __init__(self, adapters: BatchedAdapters, settings: TttSettings):
         self.adapters, self.settings = adapters, settings
-        self.steps_B = torch.zeros(adapters.slots, dtype=torch.int64)
+        self.steps_B = torch.zeros(len(adapters.state_BN), dtype=torch.int64)
         self.first_BN, self.second_BN = (torch.zeros_like(adapters.state_BN, requires_grad=False) for _ in range(2))
 
     def begin(self, slot: int) -> None:
+        if self.adapters.shared:
+            return
         self.adapters.begin(slot, warm=self.settings.warm)
         self.steps_B[slot], self.first_BN[slot], self.second_BN[slot] = 0, 0, 0
 
@@ -161,6 +178,7 @@ class SlotAdam:
     def step(self, gradient_BN: Tensor, learning: Sequence[bool]) -> None:
         """Slots that are not learning keep factors, moments and count as they are, bit for bit."""
         state_BN, settings, (beta1, beta2) = self.adapters.state_BN, self.settings, self.settings.betas
+        learning = [any(learning)] if self.adapters.shared else learning
         norms = gradient_BN.norm(dim=1).tolist()
         if bad := [slot for slot, norm in enumerate(norms) if learning[slot] and not math.isfinite(norm)]:
             raise GuardStop(f"the gradient of slot {bad[0]} is {norms[bad[0]]} after {int(self.steps_B[bad[0]])} steps; nothing was "
@@ -175,6 +193,9 @@ class SlotAdam:
         spread_BN = (self.second_BN / (1 - beta2**steps_B1)).sqrt_().add_(settings.eps)
         state_BN.mul_(1 - settings.lr * settings.weight_decay * on_B1)
         state_BN.sub_(self.first_BN / (1 - beta1**steps_B1) / spread_BN * (settings.lr * on_B1))
+
+    def steps(self, slot: int) -> int:
+        return int(self.steps_B[self.adapters.row(slot)])
 
 
 def chunk_windows(places: Sequence[DocumentCursor | None], settings: TttSettings, device: torch.device) -> Batch:
@@ -204,13 +225,14 @@ def require_readable(model: Transformer, documents: Sequence[Sequence[int]], set
         raise UsageError(f"document {short[0]} has {len(documents[short[0]])} tokens; expected what begins every text, and text")
 
 
-def _begin(places: list[DocumentCursor | None], waiting: Iterator[tuple[int, Sequence[int]]], adam: SlotAdam | None) -> list[DocumentBegun]:
+def _begin(places: list[DocumentCursor | None], waiting: deque[tuple[int, Sequence[int]]], adam: SlotAdam | None) -> list[DocumentBegun]:
     """Free slots take the next documents, in order."""
     begun = []
     for slot, place in enumerate(places):
-        if place is None and (following := next(waiting, None)) is not None:
-            places[slot] = DocumentCursor(*following)
-            begun.append((following[0], slot))
+        if place is None and waiting:
+            number, tokens = waiting.popleft()
+            places[slot] = DocumentCursor(number, tokens)
+            begun.append((number, slot))
             if adam is not None:
                 adam.begin(slot)
     if adam is None or not begun:
@@ -231,12 +253,12 @@ def _scores(places: Sequence[DocumentCursor | None], losses_BK: Tensor, settings
                 at = int((~np.isfinite(losses)).argmax())
                 raise GuardStop(f"document {place.document}, chunk {place.chunk}: token {start + at} costs {losses[at]} nats; nothing was "
                                 "recorded of it. Lower --learning-rate, or look at the weights")
-            steps = 0 if adam is None else int(adam.steps_B[slot])
+            steps = 0 if adam is None else adam.steps(slot)
             found.append(ChunkScored(place.document, slot, place.chunk, fingerprints[slot], steps, losses))
     return found
 
 
 def _updates(places: Sequence[DocumentCursor | None], learning: Sequence[bool], adam: SlotAdam) -> list[AdapterUpdated]:
     fingerprints = adam.adapters.fingerprints()
-    return [AdapterUpdated(place.document, slot, place.chunk, fingerprints[slot], int(adam.steps_B[slot]))
+    return [AdapterUpdated(place.document, slot, place.chunk, fingerprints[slot], adam.steps(slot))
             for slot, place in enumerate(places) if place is not None and learning[slot]]

@@ -1,7 +1,7 @@
-"""Batched LoRA: a low-rank adapter of its own for every row of a batch, as test-time training needs.
+"""Batched LoRA: a low-rank adapter of its own for every row of a batch, as test-time training needs, or one that all rows share.
 
 A BatchedLora stands where the Linear stood, as LoraLinear does, and its factors have a leading dimension of slots. All factors
-of all slots are the rows of one matrix, so that a slot is reset, stepped and fingerprinted by its row.
+of all slots are the rows of one matrix, so that a slot is reset, stepped and fingerprinted by its row. A shared adapter is one row.
 
 Shapes: B slots (rows of the batch), T time, N elements of one slot's patch, r rank.
 """
@@ -44,17 +44,22 @@ class BatchedLora(nn.Module):
 
 
 class BatchedAdapters:
-    """`slots` copies of a patch, each learning apart. `state_BN` is all there is to know of them: row b holds slot b's factors."""
+    """`slots` copies of a patch, each learning apart, or one that all of them share. `state_BN` is all there is to know of them: row b
+    holds slot b's factors, and of a shared adapter there is one row."""
 
-    def __init__(self, patch: Patch, slots: int, device: torch.device | str = "cpu"):
-        self.patch, self.slots = patch, slots
+    def __init__(self, patch: Patch, slots: int, device: torch.device | str = "cpu", *, shared: bool = False):
+        self.patch, self.slots, self.shared = patch, slots, shared
         pieces = [(name, factor) for name, parts in patch.low_rank.items() for part in parts for factor in (part.left, part.right)]
         self._shapes = [tuple(factor.shape) for _, factor in pieces]
         self.first_N = torch.cat([factor.detach().float().flatten() for _, factor in pieces]).to(device)
         rights = [torch.full((factor.numel(),), place % 2 == 1) for place, (_, factor) in enumerate(pieces)]
         self.right_N = torch.cat(rights).to(device)  # which elements belong to right factors: LoRA's A
-        self.state_BN = self.first_N.repeat(slots, 1).requires_grad_()
+        self.state_BN = self.first_N.repeat(1 if shared else slots, 1).requires_grad_()
         self._live: list[BatchedLora] = []
+
+    def row(self, slot: int) -> int:
+        """Row of the state that holds a slot's factors."""
+        return 0 if self.shared else slot
 
     @contextlib.contextmanager
     def attached(self, model: Transformer) -> Iterator[None]:
@@ -83,13 +88,14 @@ class BatchedAdapters:
         the model computes in: rounded all at once, not factor by factor, which on a GPU is a thousand small kernels less."""
         sizes = [rows * columns for rows, columns in self._shapes]
         parts = self.state_BN.to(dtype).split(sizes, 1)
-        views = iter([part.view(self.slots, *shape) for part, shape in zip(parts, self._shapes, strict=True)])
+        views = iter([part.view(-1, *shape).expand(self.slots, *shape) for part, shape in zip(parts, self._shapes, strict=True)])
         for layer in self._live:
             layer.factors = [(next(views), next(views)) for _ in layer.ranges]
 
     @torch.no_grad()
     def begin(self, slot: int, *, warm: bool) -> None:
-        """The slot is as at first; `warm` keeps its right factors as they are and begins with the left ones at zero."""
+        """The slot is as at first; `warm` keeps its right factors as they are and begins with the left ones at zero. Not of a shared
+        adapter, which goes on as it is."""
         row_N = self.state_BN[slot]
         row_N.copy_(torch.where(self.right_N, row_N, 0.0) if warm else self.first_N)
 
@@ -97,24 +103,25 @@ class BatchedAdapters:
     def fingerprints(self) -> list[str]:
         """An exact checksum of each slot's bits and their places, made on the device: integer sums wrap and have no order."""
         bits_BN = self.state_BN.detach().view(torch.int32)
-        total_B = torch.zeros(self.slots, dtype=torch.int64, device=bits_BN.device)
+        total_B = torch.zeros(len(bits_BN), dtype=torch.int64, device=bits_BN.device)
         for start in range(0, bits_BN.shape[1], _CHUNK):
             part_BC = bits_BN[:, start : start + _CHUNK].long()
             place_C = torch.arange(start, start + part_BC.shape[1], device=bits_BN.device)
             total_B += ((part_BC + 1) * ((2 * place_C + 1) * _ODD)).sum(1)
-        return [f"{total % (1 << 64):016x}" for total in total_B.tolist()]
+        found = [f"{total % (1 << 64):016x}" for total in total_B.tolist()]
+        return [found[self.row(slot)] for slot in range(self.slots)]
 
     @torch.no_grad()
     def norms(self, slot: int) -> tuple[float, float]:
         """Norm of the left factors together, and of the right ones relative to their first."""
-        left, right = (torch.where(of, self.state_BN[slot], 0.0).norm() for of in (~self.right_N, self.right_N))
+        left, right = (torch.where(of, self.state_BN[self.row(slot)], 0.0).norm() for of in (~self.right_N, self.right_N))
         return float(left), float(right / torch.where(self.right_N, self.first_N, 0.0).norm())
 
     def detached(self, slot: int) -> Patch:
         """Adapter of a slot, as a Patch of the model that it is for."""
         sizes = [rows * columns for rows, columns in self._shapes]
         views = iter([part.view(shape).detach().clone().cpu() for part, shape in
-                      zip(self.state_BN[slot].split(sizes), self._shapes, strict=True)])
+                      zip(self.state_BN[self.row(slot)].split(sizes), self._shapes, strict=True)])
         return Patch(self.patch.parent, {name: tuple(LowRank(part.start, part.stop, next(views), next(views), part.scale) for part in parts)
                                          for name, parts in self.patch.low_rank.items()})
 

@@ -98,7 +98,7 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
         without = token_costs(read_and_adapt(model, tokens_of(texts), how, slots), len(texts))
         halfway = time.monotonic()
         notes = Notes(run, texts, without)
-        learn_and_note(model, texts, how, BatchedAdapters(patch, slots, model.embed.weight.device), notes)
+        learn_and_note(model, texts, how, BatchedAdapters(patch, slots, model.embed.weight.device, shared=how.carry_over), notes)
         seconds = {"without": round(halfway - began, 2), "with": round(time.monotonic() - halfway, 2)}
         timed = [] if config.max_seconds is None else [check_seconds(seconds["with"], config.max_seconds, "reading with the patch")]
         verdicts = [*_judged(config, notes, slots), check_base_unchanged(before, weights(model)), *timed,
@@ -171,6 +171,8 @@ def open_readable(config: Ttt) -> Artifact:
         raise UsageError(f"{source.path}: documents are text, and there is no tokenizer here; add tokenizer.json")
     if (Path(config.out) / TTT_REPORT).exists():
         raise UsageError(f"{config.out} holds scores already, and a score is written once; choose another --out")
+    if config.warm_start and config.carry_over:
+        raise UsageError("--warm-start keeps the right factors and --carry-over all of them; give one of the two")
     if config.rank < 1 or config.batch_size < 1 or not config.max_drift > 1 or not config.max_regression >= 0 or len(config.betas) != 2:
         raise UsageError("expected --rank and --batch-size from 1, --max-drift above 1, --max-regression from 0, and two --betas")
     return source
@@ -184,8 +186,7 @@ def load_reader(source: Artifact, device: str) -> Transformer:
 def ttt_plan(config: Ttt, model: Transformer) -> TttSettings:
     context = config.context or min(4 * config.chunk, model.config.max_length)
     return TttSettings(config.chunk, context, config.steps_per_chunk, config.learning_rate, (config.betas[0], config.betas[1]),
-                       config.weight_decay,
-                   warm=config.warm_start)
+                       config.weight_decay, warm=config.warm_start, carry_over=config.carry_over)
 
 
 def read_documents(config: Ttt, source: Artifact) -> tuple[list[Read], Counter[str]]:
@@ -229,13 +230,13 @@ def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, p
     length = len(beginnings[0])
 
     def reading(tokens: Sequence[Sequence[int]]) -> TokenCosts:
-        adapters = BatchedAdapters(patch, len(tokens), model.embed.weight.device)
+        adapters = BatchedAdapters(patch, len(tokens), model.embed.weight.device, shared=how.carry_over)
         with adapters.attached(model):
             return token_costs(read_and_adapt(model, tokens, short, len(tokens), adapters), len(tokens))
 
     cuts = sorted({cut for tokens in beginnings for cut in causality_cuts(chunk, len(tokens))}) or [max(1, length // 2)]
     unlearned = [place for place in (1, chunk // 2, chunk) if 1 <= place < min(length, 1 + chunk)]
-    return [check_causality(reading, beginnings, cuts, model.config.vocab),
+    return [check_causality(reading, beginnings, cuts, model.config.vocab, shared_chunk=chunk if how.carry_over else None),
             check_target_unseen(model, reading(beginnings)[0], beginnings[0], unlearned)]
 
 # ---------------------------------------------------------------- after
@@ -244,19 +245,24 @@ def preflight_ttt(model: Transformer, texts: Sequence[Read], how: TttSettings, p
 def _judged(config: Ttt, notes: Notes, slots: int) -> list[Verdict]:
     found = notes.texts
     with_, without, sizes = columns(found)
-    verdicts = [check_score_order(notes.ledger.events(), [len(text.tokens) - 1 for text in found], warm=config.warm_start),
-                check_ttt_gain(with_, without, sizes),
+    verdicts = [check_score_order(notes.ledger.events(), [len(text.tokens) - 1 for text in found], warm=config.warm_start,
+                                  carry_over=config.carry_over),
+                check_ttt_gain(with_, without, sizes, carry_over=config.carry_over),
                 check_document_regressions(with_, without, [text.name for text in found], config.max_regression)]
-    return [*verdicts, check_factor_drift(notes.norms[slots:], config.max_drift)] if config.warm_start else verdicts
+    kept = config.warm_start or config.carry_over
+    return [*verdicts, check_factor_drift(notes.norms[slots:], config.max_drift)] if kept else verdicts
 
 
 def witness_reading(model: Transformer, config: Ttt, notes: Notes, patch: Patch, how: TttSettings, without: TokenCosts) -> list[Verdict]:
-    """Recompute the shortest document of several chunks, and the reported figures from the costs of the tokens."""
+    """Recompute the shortest document of several chunks, or what a carried-over adapter read first, and the reported figures from the
+    costs of the tokens."""
     lengths = [len(text.tokens) for text in notes.texts]
-    number = min(range(len(lengths)), key=lambda place: (lengths[place] <= 1 + how.chunk, lengths[place]))
-    costs = without[number], notes.costs_of(number)
-    return [check_sites(patch, model.config, config.targets), check_reading(model, notes.texts[number].tokens, costs, patch, how),
-            check_bits_told(notes, without)]
+    shortest = min(range(len(lengths)), key=lambda place: (lengths[place] <= 1 + how.chunk, lengths[place]))
+    numbers = range(len(lengths)) if how.carry_over else [shortest]
+    costs = [without[number] for number in numbers], [notes.costs_of(number) for number in numbers]
+    reading = check_reading(model, [notes.texts[number].tokens for number in numbers], costs, patch, how,
+                            slots=min(config.batch_size, len(lengths)) if how.carry_over else 1)
+    return [check_sites(patch, model.config, config.targets), reading, check_bits_told(notes, without)]
 
 
 def check_bits_told(notes: Notes, without: TokenCosts) -> Verdict:

@@ -33,11 +33,15 @@ class Ttt:
     warm_start: bool = option("start each document with the right factors of the document before it, and left factors of 0, instead of "
                               "fresh ones",
                               group="method", default=False)
-    batch_size: int = option("documents that are read in parallel, each with an adapter of its own", group="memory", least=1, default=8)
+    carry_over: bool = option("one adapter reads all documents (dynamic evaluation): what a document taught stays for those after it, and "
+                              "a step is taken on the chunks of --batch-size documents at a time",
+                              group="method", default=False)
+    batch_size: int = option("documents that are read in parallel, each with an adapter of its own unless --carry-over", group="memory",
+                             least=1, default=8)
     max_regression: float = option("the most that a document's bits per byte may rise through test-time training, as a share",
                                    group="evaluation", least=0, default=0.05)
     max_drift: float = option("the factor by which the norm of the kept factors may grow or shrink",
-                              needs="--warm-start", group="evaluation", above=1,
+                              needs="--warm-start or --carry-over", group="evaluation", above=1,
                               default=4.0)
     max_seconds: float | None = option("the most seconds of wall time that reading all documents with test-time training may take; more "
                                        "is refuted",

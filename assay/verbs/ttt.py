@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 EXAMPLES = """  assay ttt smollm2-135m --text wiki.txt --documents 20 --out runs/ttt
   assay ttt runs/a/model --text docs.jsonl --targets q v head --rank 4 --learning-rate 3e-3 --out runs/ttt-b
   assay ttt runs/a/model --text wiki.txt --warm-start --weight-decay 1 --out runs/ttt-c
+  assay ttt runs/a/model --text wiki.txt --carry-over --batch-size 4 --learning-rate 3e-4 --out runs/ttt-e
   assay seeds ttt runs/a/model --text wiki.txt --warm-start --seeds 42 314 1337 --over weight-decay=0.5,1,2 --out runs/ttt-d"""
 _SHOWN = 5  # documents at each end of the table
 

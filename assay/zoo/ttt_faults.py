@@ -35,6 +35,7 @@ from assay.testing.tiny_models import tiny_model, tokenizer_and_stops
 from assay.verdict import Verdict
 
 TTT_SETTINGS = TttSettings(chunk=24, context=72, steps=1, lr=1e-2)
+CARRY_OVER = replace(TTT_SETTINGS, carry_over=True)
 _SLOTS = 2
 _SEEDS, PLACE = (42, 314, 1337), 5  # of the first right factors: positive for the last two of these seeds
 LINES = ("the bell rings and the river is long\n", "over the hill and under the stone\n", "winter and summer and winter again\n",
@@ -73,10 +74,31 @@ def a_reading(folder: Path, plant: Plant) -> list[Verdict]:
     with plant(folder):
         with_, events = read_and_learn(model, documents)
     learned_sums, sums = (np.array([found.sum(dtype=np.float64) for found in side]) for side in (with_, without))
-    return [check_reading(model, documents[0], (without[0], with_[0]), first_patch(model, 0), TTT_SETTINGS),
+    return [check_reading(model, documents[:1], (without[:1], with_[:1]), first_patch(model, 0), TTT_SETTINGS),
             check_score_order(as_ledger(events), [len(tokens) - 1 for tokens in documents], warm=False),
             check_ttt_gain(learned_sums, sums, np.full(len(documents), 100.0)), check_base_unchanged(before, weight_bytes(model)),
             check_document_regressions(learned_sums, sums, [f"document {n}" for n in range(len(documents))], 0.05)]
+
+
+def a_carried_preflight(folder: Path, plant: Plant) -> list[Verdict]:
+    """Two beginnings that share an adapter are read, with and without what comes after a cut."""
+    model, documents = tiny_model(), [tokens[:73] for tokens in repetitive_ids(2)]
+    with plant(folder):
+        return [check_causality(lambda given: read_and_learn(model, given, CARRY_OVER, slots=2)[0], documents,
+                                causality_cuts(CARRY_OVER.chunk, len(documents[0])), model.config.vocab, shared_chunk=CARRY_OVER.chunk)]
+
+
+def a_carried_reading(folder: Path, plant: Plant) -> list[Verdict]:
+    """Six documents in two slots, all with one patch."""
+    model, documents = tiny_model(), repetitive_ids()
+    without = token_costs(read_and_adapt(model, documents, CARRY_OVER, _SLOTS), len(documents))
+    with plant(folder):
+        with_, events = read_and_learn(model, documents, CARRY_OVER)
+    learned_sums, sums = (np.array([found.sum(dtype=np.float64) for found in side]) for side in (with_, without))
+    return [check_reading(model, documents, (without, with_), first_patch(model, 0), CARRY_OVER, slots=_SLOTS),
+            check_score_order(as_ledger(events), [len(tokens) - 1 for tokens in documents], warm=False, carry_over=True),
+            check_ttt_gain(learned_sums, sums, np.full(len(documents), 100.0), carry_over=True),
+            check_factor_drift([one.right for event in events for one in event if isinstance(one, DocumentBegun)][_SLOTS:], 4.0)]
 
 
 def a_warm_reading(folder: Path, plant: Plant) -> list[Verdict]:
@@ -95,7 +117,7 @@ def three_warm_seeds(folder: Path, plant: Plant) -> list[Verdict]:
 
 def read_and_learn(model: Transformer, documents: Sequence[Sequence[int]], how: TttSettings = TTT_SETTINGS, slots: int = _SLOTS,
                    seed: int = 0) -> tuple[TokenCosts, list[TttEvent]]:
-    adapters = BatchedAdapters(first_patch(model, seed), slots)
+    adapters = BatchedAdapters(first_patch(model, seed), slots, shared=how.carry_over)
     with adapters.attached(model):
         events = list(read_and_adapt(model, documents, how, slots, adapters))
     return token_costs(events, len(documents)), events
@@ -191,6 +213,35 @@ def uncounted_steps(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequ
     adam.steps_B += 100
     usual(adam, gradient, learning)
     adam.steps_B -= 100
+
+
+@fault("one document learned before another beside it is scored", rows=(), stage="ttt", check="causality", job=a_carried_preflight)
+@in_place_of(ttt_loop, "score_chunks")
+def learned_between(usual: Any, model: Transformer, window: Batch, adam: SlotAdam | None, learning: Sequence[bool]) -> Tensor:
+    """The adapter that two documents share has learned the chunk of one when it scores that of the other."""
+    losses_BK = usual(model, window, adam, learning)
+    if adam is None:
+        return losses_BK
+    before = adam.adapters.state_BN.detach().clone(), adam.steps_B.clone(), adam.first_BN.clone(), adam.second_BN.clone()
+    one = replace(window, weight=window.weight * torch.tensor([[1.0], [0.0]]))
+    ttt_loop.learn_from_chunks(model, one, usual(model, one, adam, [True]), adam, [True, False])
+    later_BK = usual(model, window, adam, [False])
+    with torch.no_grad():
+        adam.adapters.state_BN.copy_(before[0])
+    adam.steps_B, adam.first_BN, adam.second_BN = before[1:]
+    return usual(model, window, adam, learning) + (later_BK - losses_BK.detach()) * torch.tensor([[0.0], [1.0]])
+
+
+fault("an adapter that was to be carried over begins afresh", rows=(), stage="ttt", check="order", job=a_carried_reading)(
+    lambda _: swap(SlotAdam, "begin", lambda adam, slot: adam.adapters.begin(0, warm=False)))
+
+
+@fault("a carried-over adapter runs away", rows=("S6",), stage="ttt", check="drift", job=a_carried_reading)
+@in_place_of(SlotAdam, "step")
+def carried_away(usual: Any, adam: SlotAdam, gradient: Tensor, learning: Sequence[bool]) -> None:
+    """Weight decay has the wrong sign, and no document begins afresh."""
+    adam.settings = replace(adam.settings, weight_decay=-20.0)
+    usual(adam, gradient, learning)
 
 
 @fault("a step too large for its documents", rows=("S6",), stage="ttt", check="regressions", job=a_reading)

@@ -1,7 +1,7 @@
 """No token teaches before it is scored: leaks that are planted are named, and a ledger that was written in another order is refused."""
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ CUTS = (14, 21)  # within the second chunk, and at its end
 
 def reading(documents, how=HOW):
     model = tiny_model()
-    adapters = BatchedAdapters(fresh(model.config, ttt_sites(model.config, TTT_TARGETS), 4, 1.0, 0, None), len(documents))
+    adapters = BatchedAdapters(fresh(model.config, ttt_sites(model.config, TTT_TARGETS), 4, 1.0, 0, None), len(documents),
+                               shared=how.carry_over)
     with adapters.attached(model):
         return token_costs(read_and_adapt(model, documents, how, len(documents), adapters), len(documents))
 
@@ -104,6 +105,30 @@ def test_one_document_that_reaches_another_is_seen():
     assert (verdict.outcome, verdict.evidence["document"]) == (Outcome.REFUTED, 1)
 
 
+def carried(documents):
+    return reading(documents, replace(HOW, carry_over=True))
+
+
+def test_documents_that_share_an_adapter_reach_each_other_only_once_they_are_scored():
+    verdict = check_causality(carried, DOCUMENTS, CUTS, 320, shared_chunk=HOW.chunk)
+    assert verdict.outcome is Outcome.PROVEN
+    assert verdict.evidence["compared"] == 13 + 20 + 20 + 25 + 13 + 20 + 20 + 30  # other documents up to the end of the cut's chunk
+    verdict = check_causality(carried, DOCUMENTS, CUTS, 320)
+    assert (verdict.outcome, verdict.evidence["document"], verdict.evidence["token"]) == (Outcome.REFUTED, 1, 21)
+
+
+def test_a_shared_adapter_that_learns_one_document_before_it_scores_another_is_seen():
+    whole = ttt_loop.score_chunks
+
+    def too_early(model, window, adam, learning):
+        ttt_loop.learn_from_chunks(model, window, whole(model, window, adam, [True]), adam, [True] * len(learning))
+        return whole(model, window, adam, learning)
+
+    with swap(ttt_loop, "score_chunks", too_early):
+        verdict = check_causality(carried, DOCUMENTS, CUTS, 320, shared_chunk=HOW.chunk)
+    assert (verdict.outcome, verdict.evidence["token"]) == (Outcome.REFUTED, 11)
+
+
 def test_a_reading_that_looks_at_nothing_proves_nothing():
     assert check_causality(lambda documents: [np.zeros(34, np.float32), np.zeros(25, np.float32)], DOCUMENTS, CUTS, 320).outcome \
         is Outcome.UNPROVEN
@@ -119,11 +144,15 @@ def test_every_token_from_the_cut_on_is_another():
 
 @pytest.fixture(scope="module")
 def events():
+    return recorded_events(HOW)
+
+
+def recorded_events(how):
     model = tiny_model()
-    adapters = BatchedAdapters(fresh(model.config, ttt_sites(model.config, ("q",)), 2, 1.0, 0, None), 2)
+    adapters = BatchedAdapters(fresh(model.config, ttt_sites(model.config, ("q",)), 2, 1.0, 0, None), 2, shared=how.carry_over)
     found = []
     with adapters.attached(model):
-        for seq, event in enumerate(read_and_adapt(model, [*DOCUMENTS, DOCUMENTS[0]], HOW, 2, adapters)):
+        for seq, event in enumerate(read_and_adapt(model, [*DOCUMENTS, DOCUMENTS[0]], how, 2, adapters)):
             rows = [({k: v for k, v in vars(one).items() if k != "losses"} | {"tokens": len(one.losses)}) if isinstance(one, ChunkScored)
                     else asdict(one) for one in event]
             kind = {"DocumentBegun": "begin", "ChunkScored": "score"}.get(type(event[0]).__name__, "update")
@@ -131,8 +160,8 @@ def events():
     return found
 
 
-def ordered(events, warm=False, tokens=(34, 25, 34)):
-    return check_score_order(events, tokens, warm=warm)
+def ordered(events, warm=False, tokens=(34, 25, 34), carry_over=False):
+    return check_score_order(events, tokens, warm=warm, carry_over=carry_over)
 
 
 def test_what_was_written_in_order_is_proven(events):
@@ -174,6 +203,18 @@ def test_a_document_that_was_not_reset_is_named_unless_it_was_to_start_warm(even
     after[later + 1]["rows"] = [row | ({"adapter": "f" * 16} if row["document"] == 2 else {}) for row in after[later + 1]["rows"]]
     assert "it was not reset" in ordered(after).reason
     assert ordered(after, warm=True).outcome is Outcome.PROVEN
+
+
+def test_one_adapter_for_all_is_followed_from_document_to_document(events):
+    shared = recorded_events(replace(HOW, carry_over=True))
+    verdict = ordered(shared, carry_over=True)
+    assert verdict.outcome is Outcome.PROVEN
+    assert (verdict.evidence["scores"], verdict.evidence["updates"]) == (4 + 3 + 4, 4 + 3 + 3)  # only the last chunk of all teaches nobody
+    assert "still there" in ordered(shared).reason
+    assert "one step left 2 adapters" in ordered(events, carry_over=True).reason
+    later = next(event["seq"] for event in shared if event["kind"] == "begin" and event["seq"])
+    assert "it was not carried over" in ordered(changed(shared, later, adapter="f" * 16), carry_over=True).reason
+    assert "before it was scored, or twice" in ordered(exchanged(shared, 3, 4), carry_over=True).reason
 
 # ---------------------------------------------------------------- what it did
 

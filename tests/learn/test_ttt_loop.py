@@ -29,7 +29,7 @@ def new_patch(model: Transformer, targets: tuple[str, ...] = TTT_TARGETS):
 
 
 def learned(model: Transformer, documents: list[list[int]], how: TttSettings = HOW, slots: int = 5) -> TokenCosts:
-    adapters = BatchedAdapters(new_patch(model), slots)
+    adapters = BatchedAdapters(new_patch(model), slots, shared=how.carry_over)
     with adapters.attached(model):
         return token_costs(read_and_adapt(model, documents, how, slots, adapters), len(documents))
 
@@ -65,6 +65,53 @@ def test_one_document_is_what_plain_lora_and_torchs_adamw_make_of_it():
     with adapters.attached(model):
         found = token_costs(read_and_adapt(model, [tokens], how, 1, adapters), 1)[0]
     assert np.abs(found - np.concatenate(expected)).max() < 1e-4
+
+
+def test_one_adapter_for_all_is_plain_lora_that_learns_from_every_round_once_it_is_scored():
+    """Two documents side by side: a round is the next chunk of each, and a step is taken on the mean over its tokens."""
+    model, documents, how = tiny_model(), some_documents(), replace(HOW, carry_over=True)
+    patch, waiting = new_patch(model), [(number, 1) for number in range(len(documents))]
+    expected: dict[int, list[np.ndarray]] = {number: [] for number in range(len(documents))}
+    optimizer = torch.optim.AdamW(attach(model, new_patch(model, TTT_TARGETS[:-1])), lr=how.lr, betas=how.betas,
+                                  weight_decay=how.weight_decay, eps=how.eps)
+    while waiting:
+        current, waiting = waiting[:2], waiting[2:]
+        stops = [min(start + how.chunk, len(documents[number])) for number, start in current]
+        for step in range(how.steps + 1):
+            costs = []
+            for (number, start), stop in zip(current, stops, strict=True):
+                seen = torch.tensor([documents[number][max(0, stop - how.context) : stop]])
+                costs.append(torch.nn.functional.cross_entropy(model(seen[:, :-1])[0, start - stop :], seen[0, start - stop :],
+                                                               reduction="none"))
+                if step == 0:
+                    expected[number].append(costs[-1].detach().numpy())
+            optimizer.zero_grad()
+            torch.cat(costs).mean().backward()
+            if step < how.steps:
+                optimizer.step()
+        unread = [(number, stop) if stop < len(documents[number]) else None for (number, _), stop in zip(current, stops, strict=True)]
+        waiting = [place for place in unread if place is not None] + waiting
+    detach(model, None)
+    adapters = BatchedAdapters(replace(patch, low_rank={name: parts for name, parts in patch.low_rank.items() if name != "embed.weight"}),
+                               2, shared=True)
+    with adapters.attached(model):
+        found = token_costs(read_and_adapt(model, documents, how, 2, adapters), len(documents))
+    for number, costs in expected.items():
+        assert np.abs(found[number] - np.concatenate(costs)).max() < 1e-4
+    apart = [learned(model, [document], slots=1)[0] for document in documents]
+    assert any(np.abs(one - other).max() > 1e-2 for one, other in zip(found[1:], apart[1:], strict=True)), "something was carried over"
+
+
+def test_what_is_carried_over_is_what_the_documents_before_left_and_the_very_last_chunk_teaches_nobody():
+    model, how = tiny_model(), replace(HOW, carry_over=True, steps=1)
+    adapters, seen = BatchedAdapters(new_patch(model), 1, shared=True), []
+    with adapters.attached(model):
+        for event in read_and_adapt(model, [some_documents()[1], some_documents()[4]], how, 1, adapters):
+            seen.append((type(event[0]), event[0].document, getattr(event[0], "chunk", None), getattr(event[0], "steps", None)))
+            if isinstance(event[0], DocumentBegun):
+                assert (event[0].left > 0) == (event[0].document > 0)
+    assert seen == [(DocumentBegun, 0, None, None), (ChunkScored, 0, 0, 0), (AdapterUpdated, 0, 0, 1), (ChunkScored, 0, 1, 1),
+                    (AdapterUpdated, 0, 1, 2), (DocumentBegun, 1, None, None), (ChunkScored, 1, 0, 2)]
 
 
 def test_until_the_first_step_it_is_the_model_alone_bit_for_bit_and_then_it_is_not():

@@ -18,15 +18,19 @@ HOW = TttSettings(8, 20, 2, 1e-2, weight_decay=0.1)
 TARGETS = ("q", "v", "o", "mlp", "head")
 
 
+def random_tokens(length):
+    return tuple(torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+
+
 @pytest.fixture(scope="module")
 def read():
     model = tiny_model("llama").eval()
     patch = fresh(model.config, ttt_sites(model.config, TARGETS), 2, 1.0, 0, "")
-    tokens = [tuple(torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(length)).tolist()) for length in (30, 41)]
+    tokens = [random_tokens(length) for length in (30, 41)]
     adapters = BatchedAdapters(patch, 2)
     with adapters.attached(model):
         learned = token_costs(read_and_adapt(model, tokens, HOW, 2, adapters), 2)
-    return model, patch, tokens[1], (token_costs(read_and_adapt(model, tokens, HOW, 2), 2)[1], learned[1])
+    return model, patch, tokens[1:], (token_costs(read_and_adapt(model, tokens, HOW, 2), 2)[1:], learned[1:])
 
 
 def test_a_sound_reading_comes_out_again(read):
@@ -42,9 +46,24 @@ def test_another_way_to_read_is_seen(read, other):
     assert check_reading(model, tokens, costs, patch, replace(HOW, **other)).outcome is Outcome.REFUTED
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_documents_of_one_adapter_come_out_again_and_only_as_many_side_by_side_as_there_were(slots):
+    """The first document ends after one chunk, so that the last one begins beside the second's second chunk."""
+    how = replace(HOW, carry_over=True)
+    model = tiny_model("llama").eval()
+    patch = fresh(model.config, ttt_sites(model.config, TARGETS), 2, 1.0, 0, "")
+    documents = [random_tokens(length) for length in (7, 30, 41)]
+    adapters, without = BatchedAdapters(patch, slots, shared=True), token_costs(read_and_adapt(model, documents, how, slots), 3)
+    with adapters.attached(model):
+        costs = without, token_costs(read_and_adapt(model, documents, how, slots, adapters), 3)
+    assert check_reading(model, documents, costs, patch, how, slots=slots).outcome is Outcome.PROVEN
+    assert check_reading(model, documents, costs, patch, how, slots=slots + 1 if slots < 3 else 1).outcome is Outcome.REFUTED
+    assert check_reading(model, documents, costs, patch, replace(how, steps=1), slots=slots).outcome is Outcome.REFUTED
+
+
 def test_other_costs_and_lost_sites_are_refuted(read):
     model, patch, tokens, (without, learned) = read
-    assert check_reading(model, tokens, (without, np.roll(learned, 1)), patch, HOW).outcome is Outcome.REFUTED
+    assert check_reading(model, tokens, (without, [np.roll(learned[0], 1)]), patch, HOW).outcome is Outcome.REFUTED
     assert check_reading(model, tokens, (learned, learned), patch, HOW).outcome is Outcome.REFUTED
     fewer = replace(patch, low_rank={name: parts for name, parts in patch.low_rank.items() if "blocks.1" not in name})
     assert check_sites(fewer, model.config, TARGETS).outcome is Outcome.REFUTED

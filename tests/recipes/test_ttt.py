@@ -105,6 +105,19 @@ def test_a_warm_start_is_watched_and_drift_beyond_the_bound_is_refuted(tmp_path:
     assert "run away or die out" in drift.reason
 
 
+def test_one_adapter_for_all_documents_saves_more_than_a_fresh_one_for_each(tmp_path: Path):
+    """Every line is said by two of ten documents, so that what was kept serves the second five."""
+    carried = ttt(options(tmp_path, "--carry-over --batch-size 2", "carried"), quiet)
+    assert {v.check: v.outcome for v in carried.verdicts} == dict.fromkeys(
+        ("order", "gain", "regressions", "drift", "base", "sites", "reading", "bits"), Outcome.PROVEN)
+    assert "in this order of the documents" in next(v for v in carried.verdicts if v.check == "gain").reason
+    fresh = ttt(options(tmp_path, "--batch-size 2", "fresh"), quiet)
+    kept, alone = (sum(text.saved for text in outcome.documents[5:]) for outcome in (carried, fresh))
+    assert kept > 1.5 * alone > 0
+    with pytest.raises(UsageError, match="give one of the two"):
+        ttt(options(tmp_path, "--carry-over --warm-start", "both"), quiet)
+
+
 @pytest.mark.parametrize(("most", "outcome"), [(4, Outcome.PROVEN), (3.9, Outcome.REFUTED)])
 def test_a_time_limit_is_of_the_reading_with_the_patch(most: float, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By a clock that moves with the work alone: 9 s of reading without the patch, and 4 s with it."""
