@@ -4,7 +4,8 @@ It shares the model, the first factors and the settings with what it watches: no
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,36 +53,68 @@ def check_reading(model: Transformer, tokens: Sequence[int], costs: tuple[NDArra
 
 
 def _read_again(model: Transformer, tokens: Sequence[int], patch: Patch, how: TttSettings, *, learn: bool) -> list[float]:
-    device = model.embed.weight.device
-    factors: _Factors = [(name, part.start, part.stop, part.scale, part.left.detach().float().to(device).clone().requires_grad_(),
-                         part.right.detach().float().to(device).clone().requires_grad_())
+    device, parameters = model.embed.weight.device, dict(model.named_parameters())
+    factors: _Factors = [(name, part.start, part.stop, part.scale, part.left.detach().float().to(device).clone(),
+                         part.right.detach().float().to(device).clone())
                         for name, parts in patch.low_rank.items() for part in parts]
+    changed = {name: torch.empty_like(parameters[name], dtype=model.compute_dtype or parameters[name].dtype, requires_grad=learn)
+               for name in patch.low_rank}  # one copy of the adapted weights, in the dtype computed in, written anew at every step
     learned = [factor for *_, left, right in factors for factor in (left, right)]
     moments = [(torch.zeros_like(factor), torch.zeros_like(factor)) for factor in learned]
     found, taken = list[float](), 0
     for start in range(1, len(tokens), how.chunk):
         stop = min(start + how.chunk, len(tokens))
         window = torch.tensor([list(tokens[max(0, stop - how.context):stop])], device=device)
-        losses = _losses(model, window, stop - start, factors)
-        found += losses.tolist()
-        for again in range(how.steps if learn and stop < len(tokens) else 0):
-            losses = _losses(model, window, stop - start, factors) if again else losses
-            gradients = torch.autograd.grad(losses.mean(), learned)
+        for again in range(steps := how.steps if learn and stop < len(tokens) else 0):
+            _adapt(changed, parameters, factors)
+            losses, gradients = _losses_and_gradients(model, window, stop - start, changed, factors)
+            found += [] if again else losses
             taken += 1
             _adamw(learned, gradients, moments, taken, how)
+        if not steps:
+            _adapt(changed, parameters, factors)
+            with torch.no_grad():
+                found += _losses(model, window, stop - start, changed).tolist()
     return found
 
 
-def _losses(model: Transformer, window: Tensor, chunk: int, factors: _Factors) -> Tensor:
-    parameters = dict(model.named_parameters())
-    changed = dict[str, Tensor]()
-    for name, start, stop, scale, left, right in factors:
-        weight = changed.get(name, parameters[name].detach())
-        rows = weight[start:stop] + scale * (left @ right).to(weight)
-        changed[name] = torch.cat([weight[:start], rows, weight[stop:]])
+@torch.no_grad()
+def _adapt(changed: Mapping[str, Tensor], parameters: Mapping[str, Tensor], factors: _Factors) -> None:
+    """Write the model's weights plus the products of the factors into `changed`, tensor by tensor."""
+    for name, into in changed.items():
+        weight = parameters[name].detach().clone()
+        for _, start, stop, scale, left, right in (factor for factor in factors if factor[0] == name):
+            weight[start:stop] += scale * (left @ right).to(weight)
+        into.copy_(weight)
+
+
+def _losses_and_gradients(model: Transformer, window: Tensor, chunk: int, changed: Mapping[str, Tensor],
+                          factors: _Factors) -> tuple[list[float], list[Tensor]]:
+    """Losses of the chunk, and the factors' gradients of their mean. A weight's own gradient is turned into those of its factors as soon as
+    it is there, and freed: autograd would hold the gradients of all weights at once."""
+    gradients = dict[int, tuple[Tensor, Tensor]]()
+
+    def to_factors(name: str, weight: Tensor) -> None:
+        assert weight.grad is not None
+        for number, (of, start, stop, scale, left, right) in enumerate(factors):
+            if of == name:
+                due = scale * weight.grad[start:stop].float()
+                gradients[number] = due @ right.T, left.T @ due
+        weight.grad = None
+
+    hooks = [weight.register_post_accumulate_grad_hook(partial(to_factors, name)) for name, weight in changed.items()]
+    with torch.enable_grad():
+        losses = _losses(model, window, chunk, changed)
+        losses.mean().backward(inputs=list(changed.values()))
+    for hook in hooks:
+        hook.remove()
+    return losses.tolist(), [gradient for number in range(len(factors)) for gradient in gradients[number]]
+
+
+def _losses(model: Transformer, window: Tensor, chunk: int, changed: Mapping[str, Tensor]) -> Tensor:
     name = "embed.weight" if model.head is None else "head.weight"  # a tied model's head is adapted as a head alone
-    head = changed.pop(name, parameters[name].detach())
-    replaced = {f"model.{each}": weight for each, weight in changed.items()}
+    head = changed[name] if name in changed else model.head_weight().detach()
+    replaced = {f"model.{each}": weight for each, weight in changed.items() if each != name}
     states = torch.func.functional_call(_States(model), replaced, (window,))[0, -chunk - 1 : -1]
     logits = F.linear(states, head.to(states.dtype))
     logits = logits if model.config.softcap is None else softcap(logits, model.config.softcap)
