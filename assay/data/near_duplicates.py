@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.data.data_files import row_object
-from assay.data.overlap import Hashes, hash_spans, mix_bits, word_places
+from assay.data.overlap import Hashes, as_compared, hash_spans, mix_bits, word_places
 from assay.errors import DataError, GuardStop
 
 PlacedLine = tuple[str, bytes]  # file:line, and a row as one line of JSON
@@ -128,6 +128,7 @@ def document_prints(texts: Sequence[bytes], *, whole: Sequence[bytes] | None = N
 def _least_hashes(texts: Sequence[bytes]) -> Hashes:
     """(documents, BINS): the least hash of a run of words in each bin; _EMPTY where none fell into it."""
     found = np.full(len(texts) * BINS, _EMPTY, np.uint64)
+    texts = [as_compared(text) for text in texts]
     words, starts = _words(b" ".join(texts))
     if len(words) >= RUN_WORDS:
         counts = np.diff(np.searchsorted(starts, np.cumsum([0, *(len(text) + 1 for text in texts)])))
@@ -143,7 +144,7 @@ def _least_hashes(texts: Sequence[bytes]) -> Hashes:
 
 
 def _words(text: bytes) -> tuple[Hashes, NDArray[np.int64]]:
-    """A hash of each word, from its bytes by eights, and where it begins: work for each word, where `word_spans` has it for each byte."""
+    """A hash of each word, from its bytes by eights, and where it begins: work for each word, where `word_hashes` has it for each byte."""
     codes, starts, stops = word_places(text + b" " * 8)
     eights = np.ndarray((max(0, len(codes) - 7),), np.uint64, codes, strides=(1,))
     left = stops - starts

@@ -1,7 +1,8 @@
 """Overlap (contamination): how much of the held-out text also stands in the training text, by document and by 13-gram.
 
-Words are what is left when ASCII is lower-cased and everything that is not a letter, a digit or beyond ASCII becomes a
-space; a Chinese, Japanese or Korean character is a word of its own. Two documents with the same words are the same.
+Words are what is left when text is lower-cased and punctuation becomes a space; a Chinese, Japanese or Korean character is a word of
+its own. Spellings of one character (an accent as its own code point, ligatures, full-width letters) are one, and invisible characters
+are none. Two documents with the same words are the same.
 13 words is the length of GPT-3's contamination study (arXiv 2005.14165, appendix C).
 
 The held-out side is read first and kept as 64-bit hashes, so the training side needs no memory: it is looked up. Above
@@ -9,6 +10,8 @@ CAPACITY only hashes below a falling limit are kept, on both sides: a random sam
 """
 
 import hashlib
+import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -25,6 +28,8 @@ _NAMED = 5  # worst documents named in an error or a manifest
 Hashes = NDArray[np.uint64]
 
 _LETTERS = bytes(ord(chr(c).lower()) if chr(c).isalnum() else 32 for c in range(128)) + bytes(range(128, 256))
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")  # soft hyphens, zero-width marks, directions
+_PUNCTUATION = re.compile("[\u00a0-\u00bf\u2010-\u205e\u3000-\u303f]")
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _IDEOGRAPH = 0xE3  # first byte of a UTF-8 character at or after U+3000
 
@@ -140,19 +145,21 @@ def words_fingerprint(hashes: Hashes, raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
+def as_compared(raw: bytes) -> bytes:
+    """Text beyond ASCII in one spelling: NFKC, lower case, punctuation as spaces."""
+    if raw.isascii():
+        return raw
+    text = unicodedata.normalize("NFKC", _INVISIBLE.sub("", raw.decode(errors="replace"))).lower()
+    return _PUNCTUATION.sub(" ", text).encode()
+
+
 def word_hashes(raw: bytes) -> Hashes:
     """One hash a word."""
-    return word_spans(raw)[0]
-
-
-def word_spans(raw: bytes) -> tuple[Hashes, NDArray[np.int64]]:
-    """One hash a word, and where each begins."""
-    codes, starts, stops = word_places(raw)
-    return hash_spans(codes, starts, stops), starts
+    return hash_spans(*word_places(as_compared(raw)))
 
 
 def word_places(raw: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
-    """The text as it is compared, and where each of its words begins and ends."""
+    """The bytes of `as_compared` without ASCII's case and punctuation, and where each word begins and ends."""
     codes = np.frombuffer(raw.translate(_LETTERS), np.uint8)
     inside, ideograph = codes != 32, codes >= _IDEOGRAPH
     begins, ends = inside.copy(), inside.copy()

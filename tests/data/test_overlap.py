@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from assay.data.near_duplicates import document_prints, find_duplicates
 from assay.data.overlap import GRAM_WORDS, HeldOutText, OverlapLookup, measure_overlap, ngram_hashes, word_hashes, words_fingerprint
 from tests.data.conftest import SYLLABLES
 
@@ -54,10 +55,31 @@ def test_twelve_words_in_common_are_not_thirteen(tmp_path: Path) -> None:
 def test_words_are_the_same_wherever_they_stand() -> None:
     text = "the Quick brown—fox, 42 jumps café".encode()
     assert word_hashes(b"  ... " + text + b"!")[:6].tolist() == word_hashes(text)[:6].tolist()
-    assert len(set(word_hashes(text).tolist())) == 6  # the dash is beyond ASCII and joins its neighbours
+    assert len(set(word_hashes(text).tolist())) == 7
     assert len(word_hashes("我爱北京".encode())) == 4
     assert word_hashes("北京".encode())[0] == word_hashes("a 北京".encode())[1]
     assert len(word_hashes(b"")) == len(word_hashes(b" ... ")) == len(ngram_hashes(word_hashes(b"a b"))) == 0
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("Café Łódź Å", "Cafe\u0301 Ło\u0301dz\u0301 A\u030a"),  # an accent as a code point of its own
+    ("ÉTÉ Straße ÑANDÚ", "été straße ñandú"), ("the ﬁnal oﬃce", "the final office"), ("Ｔｅｓｔ １２", "test 12"),
+    ("“Well—yes… ‘no’,” he said", "\"Well - yes... 'no',\" he said"), ("co\u00adop\u200berate \u202anow\u202c", "cooperate now"),
+    ("10\u00a0000 «deux»", "10 000 'deux'"), ("我爱，北京。", "我爱北京"), ("ﾊﾟﾝ", "パン")])
+def test_one_text_in_two_spellings_is_one(one: str, other: str, tmp_path: Path) -> None:
+    assert word_hashes(one.encode()).tolist() == word_hashes(other.encode()).tolist()
+    held = " ".join(f"{one} {number}" for number in range(20)).encode()
+    train = " ".join(f"{other} {number}" for number in range(20)).encode()
+    found = measure_overlap([train], [("held", held)], tmp_path)
+    assert (found.exact, found.shared) == (1, found.grams)
+    prints = document_prints([held, train])
+    assert find_duplicates(prints, 0.8).near == 1
+    assert find_duplicates(prints, None).exact == 0, "their bytes differ"
+
+
+@pytest.mark.parametrize(("one", "other"), [("résumé", "resume"), ("naïve", "naive"), ("αβγ", "αβδ"), ("北京", "东京"), ("и", "й")])
+def test_other_words_stay_others(one: str, other: str) -> None:
+    assert word_hashes(one.encode()).tolist() != word_hashes(other.encode()).tolist()
 
 
 def test_documents_without_words_are_told_apart_by_their_bytes() -> None:
