@@ -217,13 +217,24 @@ def layer_entries(config: ModelConfig) -> int:
     return 4 * config.width + (q + k + v) + turned + q + inner
 
 
+def score_bytes(config: ModelConfig, tokens: int, length: int, compute: int) -> tuple[int, int]:
+    """Bytes of a layer's attention scores, where no fused kernel computes them (soft caps, sinks): what it keeps of them for the way back,
+    at the least, and what it makes on the way: two sets in fp32."""
+    if config.fused_attention:
+        return 0, 0
+    scores = tokens * length * config.heads
+    kept = MASTER if config.attention_softcap is None and compute == MASTER else 2 * compute  # as they are capped, and as shares
+    return kept * scores, 2 * MASTER * scores
+
+
 def activation_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
+    scores, passing = score_bytes(config, work.tokens, work.length, work.compute)
     a_layer = layer_entries(config) * work.compute * work.tokens
     matrices = sum(math.prod(shape) for name, shape in parameter_shapes(config).items() if name.startswith("blocks.") and len(shape) == 2)
     rounded = work.compute * matrices if whole and work.compute < MASTER else 0  # masters are rounded once for both ways
     if work.checkpointing:  # the streams between layers; and one layer as it is made again, with the gradients that run through it
-        return config.depth * config.width * work.compute * work.tokens + 2 * a_layer + rounded // config.depth
-    return config.depth * a_layer + (a_layer // 2) + rounded
+        return config.depth * config.width * work.compute * work.tokens + 2 * a_layer + scores + passing + rounded // config.depth
+    return config.depth * (a_layer + scores) + (a_layer // 2) + passing + rounded
 
 
 def logit_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
@@ -241,6 +252,7 @@ def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, who
     large = sum(map(math.prod, parameter_shapes(config).values())) >= LARGE
     shown, together = (min(row, 256), row) if large else (row, max(row, min(work.tokens, TOKENS_TOGETHER_FP32)))
     streams, a_layer = config.depth * config.width * MASTER * together, 3 * layer_entries(config) * MASTER * together // 2
+    a_layer += sum(score_bytes(config, together, row, MASTER))
     mlp = MASTER * config.width * config.hidden * (0 if whole else 3)
     head = MASTER * config.vocab * config.width
     return 2 * MASTER * trained + streams + max(head + 3 * MASTER * shown * config.vocab, a_layer + mlp)

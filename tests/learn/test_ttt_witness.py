@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from assay.guard.ttt_checks import token_costs
 from assay.learn.ttt_loop import TttSettings, read_and_adapt
@@ -16,6 +14,7 @@ from assay.model.lora import fresh
 from assay.model.transformer import initialised
 from assay.testing.tiny_models import tiny_config, tiny_model
 from assay.verdict import Outcome
+from tests.live_bytes import LiveBytes
 
 HOW = TttSettings(8, 20, 2, 1e-2, weight_decay=0.1)
 TARGETS = ("q", "v", "o", "mlp", "head")
@@ -72,24 +71,6 @@ def test_other_costs_and_lost_sites_are_refuted(read):
     assert check_sites(fewer, model.config, TARGETS).outcome is Outcome.REFUTED
 
 
-class PeakBytes(TorchDispatchMode):
-    """Most bytes of tensors that were alive at once, beyond those that were there before."""
-
-    def __init__(self, before):
-        super().__init__()
-        self.before, self.live, self.peak = {tensor.untyped_storage()._cdata for tensor in before}, {}, 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        made = operation(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.before:
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {place: each for place, each in self.live.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return made
-
-
 @pytest.mark.parametrize(("weights", "compute"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
                                               (torch.bfloat16, torch.bfloat16)])
 def test_reading_again_holds_one_copy_of_the_weights(weights, compute):
@@ -99,7 +80,7 @@ def test_reading_again_holds_one_copy_of_the_weights(weights, compute):
     model.compute_dtype = compute
     patch = fresh(config, ttt_sites(config, TARGETS), 1, 1.0, 0, "")
     costs = np.zeros(12, np.float32)
-    with PeakBytes(model.parameters()) as made:
+    with LiveBytes() as made:
         check_reading(model, [tuple(range(3, 16))], ([costs], [costs]), patch, TttSettings(4, 8, 2, 1e-2))
     one_copy = sum(parameter.numel() for parameter in model.parameters()) * compute.itemsize
     assert one_copy < made.peak < 1.5 * one_copy

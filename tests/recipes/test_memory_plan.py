@@ -29,6 +29,7 @@ from assay.recipes.memory_plan import (
     MemoryPlan,
     PlannedModel,
     PlannedWork,
+    activation_bytes,
     adapter_parameters,
     alternatives,
     compared_with_use,
@@ -38,6 +39,7 @@ from assay.recipes.memory_plan import (
     planned_work,
     preflight_bytes,
     require_fit,
+    score_bytes,
 )
 from assay.recipes.options import Sft
 from assay.recipes.time_plan import forward_operations, step_operations, step_seconds
@@ -113,6 +115,28 @@ def test_the_preflight_is_planned_as_it_is_counted(whole: bool):
         assert overall(preflight_loss(model, next_token, Batch(tokens, weight))) is Outcome.PROVEN
     due = preflight_bytes(model.config, PlannedWork(2, 96, lora_r=0 if whole else 8), trained, whole=whole)
     assert stays + due == pytest.approx(stays + live.peak, rel=NEAR)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("rule", [{"attention_softcap": 50.0}, {"sinks": True}])
+def test_scores_of_attention_that_no_fused_kernel_computes_are_planned_as_they_are_counted(rule: dict[str, Any], recompute: bool):
+    """What a step takes more than that of the same model without its rule, storage by storage: what is kept, and as much of what is made
+    on the way as does not fall into the place of logits that are gone."""
+    def peak(**given: Any) -> int:
+        model = tiny_model("llama", depth=4, windows=(None,) * 4, **given)
+        place_for_training(model, "cpu", compute=torch.float32, recompute=recompute)
+        tokens = torch.randint(0, 200, (2, 256), generator=torch.Generator().manual_seed(0))
+        with LiveBytes() as live:
+            next_token(model, Batch(tokens, (torch.arange(256) > 0).float().expand(2, 256))).total.backward()
+        return live.peak
+
+    config = replace(tiny_config("llama"), depth=4, windows=(None,) * 4, **rule)
+    work = PlannedWork(2, 256, compute=4, checkpointing=recompute)
+    plain = replace(config, attention_softcap=None, sinks=False)
+    due = activation_bytes(config, work, whole=True) - activation_bytes(plain, work, whole=True)
+    kept, passing = score_bytes(config, work.tokens, work.length, work.compute)
+    assert due == kept * (1 if recompute else 4) + passing
+    assert kept * (1 if recompute else 4) < peak(**rule) - peak() <= due
 
 
 def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
