@@ -443,8 +443,8 @@ def test_a_stage_that_was_stopped_goes_on_and_the_exit_code_passes_through(tmp_p
     text = f"""
 stages:
   pretrain:
-    options: {{corpus: {tiny_corpus().folder}, depth: 1, tokens: 6400, max-length: 16, batch-tokens: 256, num-train-epochs: 2,
-              save-steps: 20, eval-documents: 4, warmup-steps: 3, probe-samples: 0, device: cpu}}
+    options: {{corpus: {tiny_corpus().folder}, depth: 1, tokens: 256000, max-length: 16, batch-tokens: 256, num-train-epochs: 80,
+              save-steps: 500, eval-documents: 4, warmup-steps: 3, probe-samples: 0, device: cpu}}  # long enough to be stopped
 """
     def stop(line: str) -> None:
         if "step 1 " in line or "step 1:" in line:
