@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from assay.errors import GuardStop
-from assay.guard.known_requests import KnownReply, ServedModel, check_known_requests
+from assay.errors import GuardStop, UsageError
+from assay.guard.due_answers import ServedModel
+from assay.guard.known_requests import SCHEMA, KnownReply, KnownRequest, check_known_requests
 from assay.serving.engine_thread import EngineThread
+from assay.serving.hosted_model import HostedModel
 from assay.serving.policy_training import ServedPolicy
 from assay.serving.server import server_application
 from assay.serving.tool_protocol import CALL_SYNTAX
@@ -15,23 +17,42 @@ from assay.verdict import Outcome, Verdict
 
 
 def rehearse(serving: EngineThread, token: str | None = None, *, policy: ServedPolicy | None = None) -> Verdict:
-    """Verdict on the answers; GuardStop where one is wrong. The first model's counts begin anew afterwards."""
-    app, first = server_application(serving, token, policy=policy), serving.first
-    served = ServedModel(first.name, first.engine.version, first.engine.weights.source, first.tokenizer, first.engine.stop_ids,
-                         first.engine.length, first.engine.weights.dtype, serving.size.slots + serving.size.queue, serving.size.slots,
-                         len(serving.models), first.tool_format.name in CALL_SYNTAX)
+    """Verdict on the answers; GuardStop where one is wrong. The models' counts of tokens begin anew afterwards."""
+    app, hosted, size = server_application(serving, token, policy=policy), list(serving.models.values()), serving.size
     with asyncio.Runner() as loop:
-        found = check_known_requests(lambda method, path, body: loop.run(_asked(app, method, path, body, token)), served)
-    first.prompt_tokens = first.completion_tokens = 0
+        found = check_known_requests(lambda requests: loop.run(_replies(app, requests, token)), [*map(_served, hosted)], slots=size.slots,
+                                     room=size.slots + size.queue)
+    for model in hosted:
+        model.prompt_tokens = model.completion_tokens = 0
     if found.outcome is Outcome.REFUTED:
-        raise GuardStop(f"{first.name!r} is not served: {found.check}: {found.reason}", [found])
+        raise GuardStop(f"{serving.first.name!r} is not served: {found.check}: {found.reason}", [found])
     return found
 
 
-async def _asked(app: Any, method: str, path: str, body: Mapping[str, Any] | None, token: str | None) -> KnownReply:
-    """A request as uvicorn would hand it to the application, and all that it sends back."""
+def _served(model: HostedModel) -> ServedModel:
+    engine = model.engine
+    return ServedModel(model.name, engine.version, engine.weights.source, model.tokenizer, engine.stop_ids, engine.length,
+                       engine.weights.dtype, calls=model.tool_format.name in CALL_SYNTAX, no_forms=_no_forms(model))
+
+
+def _no_forms(model: HostedModel) -> str | None:
+    """Why no form can be demanded of the model's answers: llguidance is not installed, or the vocabulary has no number."""
+    try:
+        model.forms.json_schema(SCHEMA)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+async def _replies(app: Any, requests: Sequence[KnownRequest], token: str | None) -> list[KnownReply]:
+    return await asyncio.gather(*(_reply(app, request, token) for request in requests))
+
+
+async def _reply(app: Any, request: KnownRequest, token: str | None) -> KnownReply:
+    """A request as uvicorn would hand it to the application, and all that is sent back."""
     sent: list[dict[str, Any]] = []
-    waiting = [{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode(), "more_body": False}]
+    body = b"" if request.body is None else json.dumps(request.body).encode()
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
         if not waiting:
@@ -43,9 +64,9 @@ async def _asked(app: Any, method: str, path: str, body: Mapping[str, Any] | Non
 
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
     headers += [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
-    await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http", "path": path,
-               "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers, "client": ("127.0.0.1", 1),
-               "server": ("127.0.0.1", 80)}, receive, send)
+    await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET" if request.body is None else "POST",
+               "scheme": "http", "path": request.path, "raw_path": request.path.encode(), "query_string": b"", "root_path": "",
+               "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, receive, send)
     kind = dict(sent[0]["headers"]).get(b"content-type", b"").decode()
     return KnownReply(sent[0]["status"], _read(b"".join(message.get("body", b"") for message in sent[1:]).decode(), kind))
 
