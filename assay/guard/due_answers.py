@@ -112,9 +112,9 @@ def check_reply(question: Question, reply: Mapping[str, Any]) -> list[Choice]:
     found = [choice["index"] for choice in reply["choices"]]
     require(found == [*range(question.choices * len(question.prompts))],
             f"{question.choices} × {len(question.prompts)} choices were asked for, and came as {found}")
-    check_usage(question, reply)
     for choice in reply["choices"]:
         check_choice(question, choice, question.prompts[choice["index"] // question.choices])
+    check_usage(question, reply)
     return reply["choices"]
 
 

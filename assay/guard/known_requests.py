@@ -45,7 +45,7 @@ GO = {"type": "function", "function": {"name": "go", "description": "Go there.",
     "type": "object", "properties": {"to": {"enum": ["a", "b"]}}, "required": ["to"], "additionalProperties": False}}}
 HALT = {"type": "function", "function": {"name": "halt", "description": "Halt.", "parameters": {
     "type": "object", "properties": {}, "additionalProperties": False}}}
-DUE_CALLS = {"go": [{"to": "a"}, {"to": "b"}], "halt": [{}]}
+DUE_CALLS: dict[str, list[dict[str, str]]] = {"go": [{"to": "a"}, {"to": "b"}], "halt": [{}]}
 SCHEMA = {"enum": [1, 22]}
 ONE_OF = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
 
@@ -160,6 +160,14 @@ def is_rendered(served: ServedModel) -> bool:
         return False
 
 
+def takes_tools(served: ServedModel) -> bool:
+    """Whether the model's chat template has a place for tools."""
+    try:
+        return chat_prompt(served, [GO]) != chat_prompt(served)
+    except DataError:
+        return False
+
+
 def chat_prompt(served: ServedModel, tools: Messages | None = None, messages: Messages = SHOWN) -> list[int]:
     return served.tokenizer.encode(served.tokenizer.render(messages, tools=tools, add_generation_prompt=True))
 
@@ -203,7 +211,7 @@ def chats_of(served: ServedModel) -> Subject:
     chat: dict[str, Any] = {"messages": SAID, "logprobs": True}
     ranked, alone, streamed = yield [
         Question(served, CHATS, chat | NARROW | {"n": 2, "top_logprobs": 3, "max_completion_tokens": NEW}, [prompt], NARROW),
-        Question(served, CHATS, chat | NARROW | {"logprobs_under": "model", "top_logprobs": 1}, [prompt], NARROW),
+        Question(served, CHATS, chat | NARROW | {"n": 1, "logprobs_under": "model", "top_logprobs": 1}, [prompt], NARROW),
         Question(served, CHATS, chat | {"n": 2, "stream": True}, [prompt], PLAIN)]
     require_same_draws(served, ranked[:1], alone)
     require_own_draws([(ranked[0], ranked[1]), (streamed[0], streamed[1])])
@@ -232,11 +240,7 @@ def demanded_number(served: ServedModel) -> Subject:
 def shown_tools(served: ServedModel) -> Subject:
     """Tools: shown as the template writes them, or not at all; called where a call must come; and a call and its result shown again."""
     tools = [GO, HALT]
-    try:
-        shown = chat_prompt(served, tools)
-    except DataError:
-        return  # a template that takes no tools says so to whoever gives some
-    if shown == chat_prompt(served) or len(shown) + FORM_NEW > served.length:
+    if not takes_tools(served) or len(shown := chat_prompt(served, tools)) + FORM_NEW > served.length:
         return
     asked = {"messages": SAID, "tools": tools, "max_tokens": 1}
     questions = [Question(served, CHATS, asked | {"tool_choice": "none"}, [chat_prompt(served)]), Question(served, CHATS, asked, [shown]),
@@ -300,6 +304,7 @@ def streamed_choice(question: Question, index: int, parts: Sequence[Choice]) -> 
     told = [part["logprobs"] for part in parts if part["logprobs"] is not None]
     names = ("content",) if question.path == CHATS else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     scores = {name: [*itertools.chain.from_iterable(each[name] for each in told)] for name in names} if told else None
+    require_early_text(question, parts)
     found = {"index": index, "finish_reason": last, "logprobs": scores, "prompt_token_ids": [*question.prompts[index // question.choices]],
              "token_ids": [*itertools.chain.from_iterable(part.get("token_ids", ()) for part in parts)]}
     if question.path == TEXTS:
@@ -307,6 +312,16 @@ def streamed_choice(question: Question, index: int, parts: Sequence[Choice]) -> 
     roles = [part["delta"].get("role") for part in parts]
     require(not any(roles[1:]), "a streamed chat says more than once who speaks")
     return found | {"message": {"role": roles[0], "content": "".join(part["delta"]["content"] for part in parts)}}
+
+
+
+def require_early_text(question: Question, parts: Sequence[Choice]) -> None:
+    """Words come as they are drawn, not all of them with the end."""
+    drawn = [*itertools.chain.from_iterable(part.get("token_ids", ()) for part in parts[:-1])]
+    shown = "".join(part["text"] if question.path == TEXTS else part["delta"]["content"] for part in parts[:-1])
+    words = question.served.tokenizer.decode(drawn, special=False)
+    require(bool(shown) or "stop" in question.asked or not any(char.isascii() and char.isalnum() for char in words[:-1]),
+            f"of {words!r} nothing is streamed before the end")
 
 # ---------------------------------------------------------------- refusals and listings
 
@@ -340,6 +355,8 @@ def refusals(client: Client, served: ServedModel, chats: bool) -> None:
     wrong += [(CHATS, chat, *each) for each in (*CHAT_REFUSALS, *both, ({"max_tokens": served.length}, "messages")) if chats]
     if served.tokenizer.template is None:
         wrong.append((CHATS, chat, {}, "messages"))
+    if chats and not takes_tools(served):
+        wrong.append((CHATS, chat, {"tools": [GO]}, "tools"))
     for path, usual, change, param in wrong:  # one by one: one that is answered takes the place of others
         reply, = client.send([KnownRequest(path, usual | change)])
         status = 404 if change.get("model") else 400
