@@ -94,6 +94,7 @@ def run(flags: FLAGS) -> int:
     from assay.recipes.starting_model import AdapterModel
     from assay.serving.engine_thread import EngineThread
     from assay.serving.policy_training import ServedPolicy
+    from assay.serving.rehearsal import rehearse
     from assay.serving.server import serve
 
     listener = bind_listener(flags.host, flags.port, token)  # refused before a model is read
@@ -109,6 +110,7 @@ def run(flags: FLAGS) -> int:
             policy = serving.ask(made).result()
         for name, path in adapters:
             _told(serving.open_adapter(name, path))
+        print(f"  {rehearse(serving, token, policy=policy)}")
         ended = serve(serving, listener, token=token, ready=lambda address: print(f"serving at {address}/v1", flush=True),
                       grace=flags.grace, policy=policy)
         if policy is not None and policy.updates:

@@ -28,6 +28,7 @@ def catalogue() -> dict[str, Fault]:
         rollout_faults,
         run_faults,
         served_policy_faults,
+        server_faults,
         sharding_faults,
         speech_faults,
         staleness_faults,

@@ -6,19 +6,21 @@ Slow, resumable (what results/mutants.jsonl has is not run again) and determinis
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from tests.mutants import forked_runs
-from tests.mutants.campaign import ROOMS, ROOT, Bench, candidates, drawn, is_new, run_clean, run_mutants
+from tests.mutants.campaign import ROOMS, ROOT, Bench, candidates, drawn, found_again, is_new, run_clean, run_mutants
 from tests.mutants.reference_runs import REFERENCE_RUNS
+from tests.mutants.rules import Mutant
 from tests.mutants.table import write_table
 
 IN_MEMORY = Path("/dev/shm")
@@ -37,6 +39,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--room", action="append", choices=ROOMS, help="only this room (again for more)")
     parser.add_argument("--run", action="append", choices=[run.name for run in REFERENCE_RUNS],
                         help="only this reference run (again for more)")
+    parser.add_argument("--beyond", action="store_true", help="only lines that no reference run but those of --run reaches")
+    parser.add_argument("--again", type=Path, metavar="RESULTS", help="only an earlier campaign's silent mutants, in the code as it is")
     parser.add_argument("--since", metavar="COMMIT", help="only lines written since this commit")
     parser.add_argument("--tries", type=int, default=1, help="reference runs on which a mutant that looks equivalent is tried")
     parser.add_argument("--clean", type=int, default=0, help="so many clean runs with other seeds and settings, before the mutants")
@@ -71,18 +75,29 @@ def campaign(chosen: argparse.Namespace, scratch: Path, until: float | None) -> 
     began = time.monotonic()
     forked_runs.preload()
     runs = [run for run in REFERENCE_RUNS if not chosen.run or run.name in chosen.run]
-    bench = Bench(scratch / "bench", chosen.jobs, runs, say)
+    others = [run for run in REFERENCE_RUNS if run not in runs] if chosen.beyond else []
+    bench = Bench(scratch / "bench", chosen.jobs, runs, say, others=others)
     bench.prepare()
     say(f"ready after {time.monotonic() - began:.0f} s")
     if chosen.clean:
         run_clean(bench, chosen.clean, chosen.results, chosen.seed, until=until, say=say)
-    wanted = partial(is_new, since=chosen.since) if chosen.since else bool
-    found = candidates(bench, tuple(chosen.room or ROOMS), wanted)
-    say("mutants that a reference run reaches: " + ", ".join(f"{room} {sum(map(len, rules.values()))}" for room, rules in found.items()))
     began = time.monotonic()
-    count = run_mutants(bench, islice(drawn(found, chosen.seed), chosen.skip, chosen.skip + chosen.count), chosen.results, until=until,
+    count = run_mutants(bench, islice(chosen_mutants(chosen, bench), chosen.skip, chosen.skip + chosen.count), chosen.results, until=until,
                         tries=chosen.tries, say=say)
     say(f"{count} mutants in {(time.monotonic() - began) / 60:.1f} minutes")
+
+
+def chosen_mutants(chosen: argparse.Namespace, bench: Bench) -> Iterator[Mutant]:
+    if chosen.again:
+        rows = [json.loads(line) for line in chosen.again.read_text().splitlines()]
+        return found_again(bench, [row for row in rows if row["kind"] == "silent"], say)
+
+    def wanted(mutant: Mutant) -> bool:
+        return (not chosen.since or is_new(mutant, chosen.since)) and (not chosen.beyond or bench.is_beyond(mutant))
+
+    found = candidates(bench, tuple(chosen.room or ROOMS), wanted)
+    say("mutants that a reference run reaches: " + ", ".join(f"{room} {sum(map(len, rules.values()))}" for room, rules in found.items()))
+    return drawn(found, chosen.seed)
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.mutants.sorting import Left, Reference, Sorted, left_in, sort_run, ve
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kernels", "model", "data", "learn", "generate", "reward", "store", "editing", "evaluation", "recipes", "statistics", "comparison",
-         "agents")
+         "agents", "serving", "client.py")
 DECLARED = ("options.py", "__init__.py")  # defaults that a user sees: another default is another program, not a mistake in this one
 CHECKS = ("known_answers.py", "known_readings.py", "recount.py", "edit_recount.py", "edit_witness.py", "edit_preflight.py",
           "second_opinion.py", "soundness.py")  # they make no results: a mistake in them is a false alarm, or one guard less
@@ -95,16 +95,19 @@ class Bench:
     """Everything that is made once: a clean copy of the package, fixtures, reference runs, and which lines each of them reaches."""
 
     def __init__(self, scratch: Path, jobs: int, runs: Sequence[ReferenceRun] = REFERENCE_RUNS, say: Callable[[str], None] = print, *,
-                 clean: int = CLEAN) -> None:
+                 clean: int = CLEAN, others: Sequence[ReferenceRun] = ()) -> None:
         self.scratch, self.jobs, self.say, self.clean = scratch, jobs, say, clean
         self.runs = {run.name: run for run in runs}
+        self.others = {run.name: run for run in others}  # of which only the lines that they reach are asked
         self.master, self.fixtures = scratch / "code", scratch / "fixtures"
         self.references: dict[str, Reference] = {}
         self.reached: dict[str, dict[str, set[int]]] = {}  # run → file → lines within functions
+        self.reached_elsewhere: dict[str, set[int]] = defaultdict(set)  # by the others
 
     def prepare(self) -> None:
         self.copy_code()
         self.make_fixtures()
+        self._trace_others()
         self._make_references()
 
     def copy_code(self) -> None:
@@ -125,7 +128,7 @@ class Bench:
         names.mkdir()
         making = self.scratch / "making"
         making.mkdir()
-        needed = sorted({name for run in self.runs.values() for name in run.needs})
+        needed = sorted({name for run in (*self.runs.values(), *self.others.values()) for name in run.needs})
         done = forked_runs.wait(ForkedRun((str(self.fixtures), *needed), making, self.master, 10 * LIMIT, module=reference_runs.__name__,
                                           modules=names))
         if done.code:
@@ -138,6 +141,29 @@ class Bench:
                 self.say(f"reference {run.name} is left out: {missing[0]} could not be made: {done.err.strip()[-400:]}")
                 del self.runs[run.name]
 
+    def _trace_others(self) -> None:
+        def job(run: ReferenceRun, slot: Slot) -> Ended:
+            cover = self._coverage(run)
+            return forked_runs.run_command(run.forked(slot.work(run, self.fixtures), slot.code, 5 * LIMIT, cover))
+
+        def take(run: ReferenceRun, ended: Ended | None) -> None:
+            if ended is None or ended.code:
+                self.say(f"{run.name}: the lines that it reaches are not all known")
+            for file, lines in _lines_reached(self.scratch / "coverage" / run.name).items():
+                self.reached_elsewhere[file] |= lines
+
+        run_all(self, iter(self.others.values()), job, take)
+
+    def is_beyond(self, mutant: Mutant) -> bool:
+        """None of the other runs reaches the mutant."""
+        there = self.reached_elsewhere.get(mutant.file, set())
+        return not there & set(range(mutant.line, mutant.last + 1)) if mutant.within else not there
+
+    def _coverage(self, run: ReferenceRun) -> Path:
+        cover = self.scratch / "coverage" / run.name
+        cover.mkdir(parents=True)
+        return cover
+
     def _make_references(self) -> None:
         """Each several times, from packages that differ by a comment, so that the digest of the code is known to differ; once traced."""
         traced = self.clean
@@ -148,11 +174,9 @@ class Bench:
         def job(item: tuple[ReferenceRun, int], slot: Slot) -> CleanRun:
             run, number = item
             slot.plant("assay/__main__.py", (self.master / "assay/__main__.py").read_text() + f"# {slot.place.name} {number}\n")
-            cover = self.scratch / "coverage" / run.name if number == traced else None
-            if cover:
-                cover.mkdir(parents=True)
             folder = slot.work(run, self.fixtures)
-            ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, 5 * LIMIT, cover))
+            cover = self._coverage(run) if number == traced else None
+            ended = forked_runs.run_command(run.forked(folder, slot.code, 5 * LIMIT, cover))
             left = left_in(folder, ended, run.said)
             for file in folder.rglob("*.safetensors") if number == 0 else ():
                 kept = self.kept(run.name) / file.relative_to(folder)
@@ -263,7 +287,8 @@ def candidates(bench: Bench, rooms: tuple[str, ...], wanted: Callable[[Mutant], 
     found: dict[str, dict[str, list[Mutant]]] = {}
     for room in rooms:
         found[room] = defaultdict(list)
-        for file in sorted((bench.master / "assay" / room).rglob("*.py")):
+        place = bench.master / "assay" / room
+        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
             if file.name.endswith(DECLARED) or file.name in CHECKS:
                 continue
             name = file.relative_to(bench.master).as_posix()
@@ -273,6 +298,18 @@ def candidates(bench: Bench, rooms: tuple[str, ...], wanted: Callable[[Mutant], 
                 if bench.runs_for(mutant) and wanted(mutant):
                     found[room][mutant.rule].append(mutant)
     return found
+
+
+def found_again(bench: Bench, rows: Sequence[dict[str, Any]], say: Callable[[str], None] = print) -> Iterator[Mutant]:
+    """Mutants of an earlier campaign where they stand in the code as it is now: the same change of the same text, nearest to its line."""
+    for row in rows:
+        file = bench.master / row["file"]
+        same = [mutant for mutant in mutants_of(row["file"], file.read_text()) if bench.runs_for(mutant) and
+                (mutant.rule, mutant.before[:300], mutant.after[:300]) == (row["rule"], row["before"], row["after"])]
+        if same:
+            yield min(same, key=lambda mutant: abs(mutant.line - row["line"]))
+        else:
+            say(f"gone: {row['file']}:{row['line']} {row['before'][:80]!r} → {row['after'][:80]!r}")
 
 
 def drawn(found: dict[str, dict[str, list[Mutant]]], seed: int) -> Iterator[Mutant]:
@@ -347,7 +384,7 @@ def _sorted(bench: Bench, slot: Slot, name: str) -> Sorted:
     run = bench.runs[name]
     limit = max(LIMIT / 4, min(LIMIT * 2, 6 * bench.references[name].seconds))
     folder = slot.work(run, bench.fixtures)
-    ended = forked_runs.run_command(ForkedRun(run.words, folder, slot.code, limit))
+    ended = forked_runs.run_command(run.forked(folder, slot.code, limit))
     return sort_run(bench.references[name], left_in(folder, ended, run.said), ended, folder)
 
 
@@ -367,10 +404,12 @@ OF_A_RUN: dict[str, dict[str, tuple[str, ...]]] = {  # where others would not be
     "distill-stored": {"--max-steps": ("2", "3", "4")}, "edit": {"--probe-rounds": ("3",)},
     "on-policy": {"--max-steps": ("2", "3", "4")}, "mixture": {"--max-steps": ("2", "3", "4")},
     "grpo-model": {"--learning-rate": ("5e-5", "1e-4", "2e-4")}, "episodes": {"--learning-rate": ("5e-5", "1e-4", "2e-4")},
-    "tools": {"--max-completion-length": ("90", "100")}, "tools-tagged": {"--max-completion-length": ("90", "100")}}
+    "tools": {"--max-completion-length": ("90", "100")}, "tools-tagged": {"--max-completion-length": ("90", "100")},
+    **{name: {"--learning-rate": ("2e-5", "5e-5")} for name in ("shards-grpo", "fsdp-grpo", "rollouts", "rollouts-lora")}}
 SEEDED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "eval", "edit", "ttt", "sample", "dpo", "dpo-live", "simpo",
           "kto", "reward-model", "on-policy", "episodes", "tools", "tools-tagged", "grpo-model", "nf4", "int8", "mixture", "mix", "split",
-          "dare")
+          "dare", "shards", "shards-pretrain", "shards-grpo", "fsdp", "fsdp-pretrain", "fsdp-grpo", "serve", "serve-forms", "serve-train",
+          "serve-lora", "rollouts", "rollouts-lora")
 
 
 def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: float | None = None,
@@ -380,7 +419,7 @@ def run_clean(bench: Bench, count: int, results: Path, seed: int, *, until: floa
 
     def job(number: int, slot: Slot) -> dict[str, Any]:
         run = clean_words(number, seed, bench)
-        ended = forked_runs.run_command(ForkedRun(run.words, slot.work(run, bench.fixtures), slot.code, 2 * LIMIT))
+        ended = forked_runs.run_command(run.forked(slot.work(run, bench.fixtures), slot.code, 2 * LIMIT))
         kind = "clean" if ended.code == 0 else "timeout" if ended.code == forked_runs.TIMED_OUT else "false alarm"
         words = "" if ended.code == 0 else f"exit {ended.code}: " + (ended.err.strip() or ended.out.strip())[-400:]
         return {"id": f"clean-{seed}-{number}", "kind": kind, "words": words, "command": " ".join(run.words),
@@ -406,4 +445,4 @@ def clean_words(number: int, seed: int, bench: Bench) -> ReferenceRun:
     for place, word in enumerate(words):
         if word in (settings := SETTINGS | OF_A_RUN.get(run.name, {})):
             words[place + 1] = chance.choice(settings[word])
-    return ReferenceRun(run.name, (*words, "--seed", str(chance.randrange(1, 10**6))), run.needs, run.said)
+    return replace(run, words=(*words, "--seed", str(chance.randrange(1, 10**6))))

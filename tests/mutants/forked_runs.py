@@ -34,7 +34,8 @@ TIMED_OUT = 124
 LOOK = 0.01  # seconds between two looks for processes that have ended
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl: orphans become children of this process; it gets this signal when its parent is gone
 ALWAYS = ("torch", "numpy", "tokenizers", "safetensors.torch", "scipy.stats", "transformers", "transformers.models.auto.modeling_auto",
-          "transformers.models.llama.modeling_llama", "peft", "jinja2.sandbox", "yaml", "rich", "jsonschema")
+          "transformers.models.llama.modeling_llama", "peft", "jinja2.sandbox", "yaml", "rich", "jsonschema",
+          "torch.distributed.fsdp", "uvicorn", "starlette.applications", "starlette.requests")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 ENVIRONMENT = ONE_THREAD | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
                             "PYTHONDONTWRITEBYTECODE": "1"}

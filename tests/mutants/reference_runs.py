@@ -8,15 +8,21 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutants.forked_runs import ForkedRun
+
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """`needs` are fixtures that are copied beside it; `said` is true where the result is what is printed."""
+    """`needs` are fixtures that are copied beside it; `said` is true where the result is what is printed; `module` is what is run."""
 
     name: str
     words: tuple[str, ...]
     needs: tuple[str, ...]
     said: bool = False
+    module: str = "assay"
+
+    def forked(self, folder: Path, code: Path, seconds: float, coverage: Path | None = None) -> ForkedRun:
+        return ForkedRun(self.words, folder, code, seconds, coverage, self.module)
 
 
 TUNE = ("--max-length", "32", "--batch-tokens", "128", "--micro-batch-tokens", "64", "--max-steps", "3", "--learning-rate", "3e-3",
@@ -45,14 +51,19 @@ CALLS = {  # how a chat template writes them, in two formats
 EVAL = ("--data", "sums.jsonl", "--task", "graded", "--grader", "answer", "--raw", "-k", "2", "--temperature", "1", "--max-new-tokens", "6",
         "--limit", "24", "--device", "cpu")
 
+PRETRAIN = ("--depth", "1", "--tokens", "1024", "--max-length", "16", "--batch-tokens", "256", "--micro-batch-tokens", "128",
+            "--warmup-steps", "1", "--eval-documents", "4", "--probe-samples", "1", "--device", "cpu")
+TOGETHER = ("--gpus", "2", "--process-timeout", "15")
+SHARDS = (*TOGETHER, "--shards", "3")
+FSDP = (*TOGETHER, "--fsdp")
+SERVED = "tests.mutants.served_runs"
+
 REFERENCE_RUNS = (
     ReferenceRun("sft", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", *TUNE), ("base", "learned.jsonl")),
     ReferenceRun("lora", ("sft", "--model", "base", "--data", "chats.jsonl", "--out", "run", "--lora-r", "2", *TUNE),
                  ("base", "chats.jsonl")),
     ReferenceRun("resume", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", *TUNE), ("base", "learned.jsonl", "run")),
-    ReferenceRun("pretrain", ("pretrain", "--corpus", "corpus", "--out", "run", "--depth", "1", "--tokens", "1024", "--max-length", "16",
-                              "--batch-tokens", "256", "--micro-batch-tokens", "128", "--warmup-steps", "1", "--eval-documents", "4",
-                              "--probe-samples", "1", "--device", "cpu"), ("corpus",)),
+    ReferenceRun("pretrain", ("pretrain", "--corpus", "corpus", "--out", "run", *PRETRAIN), ("corpus",)),
     ReferenceRun("distill", ("distill", "--teacher", "taught", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--ce-weight",
                              "0.3", "--divergence", "jsd", *TUNE), ("base", "taught", "learned.jsonl")),
     ReferenceRun("distill-stored", ("distill", "--teacher", "taught", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--how",
@@ -107,6 +118,29 @@ REFERENCE_RUNS = (
     ReferenceRun("fp8", ("export", "taught", "--to", "fp8", "--out", "small"), ("taught",)),
     ReferenceRun("w4a16", ("export", "taught", "--to", "w4a16", "--out", "small"), ("taught",)),
     ReferenceRun("tokenizer", ("tokenizer", "said.jsonl", "--out", "made", "--vocab-size", "280"), ("said.jsonl",)),
+    ReferenceRun("shards", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--lora-r", "2", *TUNE, *SHARDS),
+                 ("base", "learned.jsonl")),
+    ReferenceRun("shards-resume", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "begun", *TUNE, *SHARDS),
+                 ("base", "learned.jsonl", "begun")),
+    ReferenceRun("shards-pretrain", ("pretrain", "--corpus", "corpus", "--out", "run", *PRETRAIN, *TOGETHER), ("corpus",)),
+    ReferenceRun("shards-grpo", ("grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run", *GRPO, *SHARDS),
+                 ("taught", "sums.jsonl")),
+    ReferenceRun("fsdp", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "run", "--lora-r", "2", *TUNE, *FSDP),
+                 ("base", "learned.jsonl")),
+    ReferenceRun("fsdp-resume", ("sft", "--model", "base", "--data", "learned.jsonl", "--out", "parted", *TUNE, *FSDP),
+                 ("base", "learned.jsonl", "parted")),
+    ReferenceRun("fsdp-pretrain", ("pretrain", "--corpus", "corpus", "--out", "run", "--ema", "0.9", *PRETRAIN, *FSDP), ("corpus",)),
+    ReferenceRun("fsdp-grpo", ("grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run", *GRPO, *FSDP),
+                 ("taught", "sums.jsonl")),
+    ReferenceRun("serve", ("plain", "base", "--adapter", "tuned=tuned"), ("base", "tuned", "greedy.json"), module=SERVED),
+    ReferenceRun("serve-forms", ("forms", "caller"), ("caller",), module=SERVED),
+    ReferenceRun("serve-train", ("learns", "caller", "--train", "--out", "run", "--learning-rate", "1e-3"), ("caller",), module=SERVED),
+    ReferenceRun("serve-lora", ("learns", "base", "--train", "--out", "run", "--lora-r", "2", "--save-steps", "1"), ("base",),
+                 module=SERVED),
+    ReferenceRun("rollouts", ("rollouts", "grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run",
+                              *("5e-5" if word == "2e-4" else word for word in GRPO)), ("taught", "sums.jsonl"), module=SERVED),
+    ReferenceRun("rollouts-lora", ("rollouts", "grpo", "--model", "taught", "--data", "sums.jsonl", "--out", "run", "--lora-r", "2",
+                                   "--no-vllm-importance-sampling-correction", *GRPO), ("taught", "sums.jsonl"), module=SERVED),
 )
 
 
@@ -122,7 +156,11 @@ def make_fixtures(home: Path, needed: set[str]) -> None:
     makers = {"adapter": lambda: save_adapter(home / "adapter", home / "base"), "corpus": lambda: _make_corpus(home),
               "lore": lambda: _make_lore(home), "taught": lambda: _teach(home), "before": _evaluate,
               "hermes": lambda: _teach_calls(home, "hermes"), "qwen3_coder": lambda: _teach_calls(home, "qwen3_coder"),
-              "judge": lambda: _make_judge(home), "one": lambda: _make_fine_tunes(home), "run": _interrupt}  # last: it stops all runs
+              "caller": lambda: _teach_calls(home, "caller"), "tuned": lambda: _make_tuned(home),
+              "greedy.json": lambda: _sample(home),
+              "judge": lambda: _make_judge(home), "one": lambda: _make_fine_tunes(home),
+              "run": lambda: _interrupt("resume"), "begun": lambda: _interrupt("shards-resume"),
+              "parted": lambda: _interrupt("fsdp-resume")}  # last: they stop all runs
     for name, make in makers.items():
         if name in needed:
             try:
@@ -185,17 +223,21 @@ def _teach(home: Path) -> None:
 
 
 def _teach_calls(home: Path, name: str) -> None:
-    """A model that asks a calculator, always the same, in one of the formats."""
+    """A model that asks a calculator, always the same, in one of the formats; `caller` is shown the names of its tools."""
     from assay.agents.tool_calls import TOOL_FORMATS, ToolCall
     from assay.cli import run
     from assay.testing.tiny_episodes import templated
     from assay.testing.tiny_models import TINY_CHAT_TEMPLATE, save_model, tiny_model
 
-    loop = f"{{{{ message.content }}}}{{% for call in message.tool_calls or [] %}}{CALLS[name]}{{% endfor %}}"
-    save_model(home / f"{name}-base", tiny_model("llama"), tokenizer=templated(TINY_CHAT_TEMPLATE.replace("{{ message.content }}", loop)))
-    said = TOOL_FORMATS[name].write("", [ToolCall("calculate", {"expression": "1+1"})]).replace("\n", "")
+    form = "hermes" if name == "caller" else name
+    loop = f"{{{{ message.content }}}}{{% for call in message.tool_calls or [] %}}{CALLS[form]}{{% endfor %}}"
+    shown = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" if name == "caller" else ""
+    template = shown + TINY_CHAT_TEMPLATE.replace("{{ message.content }}", loop)
+    save_model(home / f"{name}-base", tiny_model("llama"), tokenizer=templated(template))
+    said = TOOL_FORMATS[form].write("", [ToolCall("calculate", {"expression": "1+1"})]).replace("\n", "")
     asked = [f"{a}{'+-*'[(a + b) % 3]}{b}=" for a in range(10, 100, 7) for b in range(10, 100, 11)]
-    write_lines(home / f"{name}.jsonl", [{"messages": [{"role": "user", "content": each}, {"role": "assistant", "content": said}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "calculate"}}]} if name == "caller" else {}
+    write_lines(home / f"{name}.jsonl", [{"messages": [{"role": "user", "content": each}, {"role": "assistant", "content": said}], **tools}
                                          for each in asked])
     taught = list(TUNE)
     for option, value in {"--max-steps": "120", "--max-length": "128", "--batch-tokens": "1024", "--micro-batch-tokens": "1024",
@@ -229,8 +271,31 @@ def _make_fine_tunes(home: Path) -> None:
         save_model(home / name, nudge(tiny_model("llama"), 0.004, seed))
 
 
-def _interrupt() -> None:
-    """A run that a signal ended after two of its steps."""
+def _make_tuned(home: Path) -> None:
+    """A proven adapter."""
+    from assay.cli import run
+    from assay.testing.tiny_models import save_adapter
+
+    save_adapter(home / "tuned", home / "base")
+    assert run(["prove", "tuned"]) == 0
+
+
+def _sample(home: Path) -> None:
+    """What the plain sampler says where the server is asked the same."""
+    from assay.generate.engine import sample
+    from assay.generate.generation_request import Sampling
+    from assay.store.artifact import build_model, open_artifact
+    from tests.mutants.served_runs import GREEDY
+
+    base = open_artifact(home / "base")
+    assert base.tokenizer is not None
+    drawn = sample(build_model(base), [base.tokenizer.encode(GREEDY["prompt"])], base.stops.stop_ids,
+                   Sampling(GREEDY["max_tokens"], temperature=0))
+    (home / "greedy.json").write_text(json.dumps(base.tokenizer.decode(drawn[0].ids, special=False)))
+
+
+def _interrupt(name: str) -> None:
+    """A run that a signal ended after two of its steps, in one process."""
     from assay.cli import run
     from assay.recipes.trainer import Trainer
 
@@ -242,7 +307,11 @@ def _interrupt() -> None:
         return over(trainer)
 
     Trainer.over = struck  # type: ignore[method-assign]
-    code = run(list(next(one.words for one in REFERENCE_RUNS if one.name == "resume")))
+    words = next(one.words for one in REFERENCE_RUNS if one.name == name)
+    try:
+        code = run(["1" if before == "--gpus" else word for before, word in zip(("", *words), words, strict=False)])
+    finally:
+        Trainer.over = over  # type: ignore[method-assign]
     assert code == 128 + signal.SIGTERM, code
 
 

@@ -119,7 +119,7 @@ def differences(reference: Left, left: Left, volatile: set[tuple[str, str]],
 def _meaning(name: str, key: str, one: Any, two: Any, folders: tuple[Path, Path] | None) -> str:
     """Verdicts and digests are the record, in whatever file they stand."""
     base = name.rpartition("/")[2]
-    if base in RECORDS or "/witness/" in f"/{name}" or key.startswith(("verdicts.", "checks.")):
+    if base in RECORDS or "/witness/" in f"/{name}" or re.search(r"(^|\.)(verdicts|checks)\.", key):
         return "record"
     if key != "bytes" and all(value in (None, "null") or DIGEST.fullmatch(value) for value in (one, two)):
         return "record"
