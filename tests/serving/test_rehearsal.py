@@ -41,7 +41,8 @@ def test_clean_servers_of_several_families_and_number_formats_are_proven(tmp_pat
 
 def test_all_subjects_are_heard_with_a_token_and_in_small_rounds_and_counts_begin_anew(folder):
     found, serving = rehearsed(folder, token="a secret of some length")
-    assert found.outcome is Outcome.PROVEN and found.evidence["answered"] >= 18
+    assert found.outcome is Outcome.PROVEN
+    assert found.evidence["answered"] >= 18
     assert serving.first.prompt_tokens == serving.first.completion_tokens == serving.busy == 0
     small, _ = rehearsed(folder, slots=1, queue=3)
     assert small.evidence["answered"] == found.evidence["answered"]
@@ -52,19 +53,22 @@ def test_a_model_without_a_chat_template_or_with_one_that_refuses_the_roles_answ
     plain = tiny_tokenizer(template=False)
     tokenizer = Tokenizer(plain.document, plain.settings, {} if template is None else {"default": template})
     found, _ = rehearsed(save_model(tmp_path / "m", nudge(tiny_model(), 0.3), tokenizer=tokenizer).folder)
-    assert found.outcome is Outcome.PROVEN and found.evidence["answered"] >= 6
+    assert found.outcome is Outcome.PROVEN
+    assert found.evidence["answered"] >= 6
 
 
 @pytest.mark.parametrize("size", [{"length": 24}, {"slots": 1, "queue": 0}])
 def test_a_server_without_room_for_them_is_unproven_and_says_so(folder, size):
     found, _ = rehearsed(folder, **size)
-    assert found.outcome is Outcome.UNPROVEN and "were not asked" in found.reason
+    assert found.outcome is Outcome.UNPROVEN
+    assert "were not asked" in found.reason
 
 
 def test_without_llguidance_forms_are_not_asked_for_and_that_is_said(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found, _ = rehearsed(folder)
-    assert found.outcome is Outcome.PROVEN and "not served: texts of a given form" in found.reason
+    assert found.outcome is Outcome.PROVEN
+    assert "not served: texts of a given form" in found.reason
 
 
 def test_a_policy_that_learns_is_rehearsed_and_has_no_trajectories_of_it(folder, tmp_path):
@@ -72,7 +76,8 @@ def test_a_policy_that_learns_is_rehearsed_and_has_no_trajectories_of_it(folder,
     try:
         model = serving.open("m", folder, learns=True)
         policy = serving.ask(lambda: ServedPolicy(model, tmp_path / "out", 1e-3)).result()
-        assert rehearse(serving, policy=policy).outcome is Outcome.PROVEN and not policy.updates
+        assert rehearse(serving, policy=policy).outcome is Outcome.PROVEN
+        assert not policy.updates
     finally:
         serving.stop()
 
