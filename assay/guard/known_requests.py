@@ -38,9 +38,9 @@ FORM_NEW = 96  # tokens that a demanded call or number may take
 WARM = PLAIN | {"temperature": 0.8, "repetition_penalty": 1.3}
 NARROW = WARM | {"top_k": 20, "top_p": 0.9, "min_p": 0.02}
 OPENING = "Once upon a"
-SAID: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Three "}, {"type": "text", "text": "colours?"}]},
-                              {"role": "assistant", "content": "Red, green"}, {"role": "user", "content": "and?"}]
-SHOWN: list[dict[str, Any]] = [{**SAID[0], "content": "Three colours?"}, *SAID[1:]]  # as a template is shown them
+SAID: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Red "}, {"type": "text", "text": "or?"}]},
+                              {"role": "assistant", "content": "Green"}, {"role": "user", "content": "and?"}]
+SHOWN: list[dict[str, Any]] = [{**SAID[0], "content": "Red or?"}, *SAID[1:]]  # as a template is shown them
 GO = {"type": "function", "function": {"name": "go", "description": "Go there.", "parameters": {
     "type": "object", "properties": {"to": {"enum": ["a", "b"]}}, "required": ["to"], "additionalProperties": False}}}
 HALT = {"type": "function", "function": {"name": "halt", "description": "Halt.", "parameters": {
@@ -185,7 +185,7 @@ def texts(served: ServedModel) -> Subject:
     several: dict[str, Any] = {"prompt": [prompt[::-1], prompt], "n": 2, **NARROW}
     (likeliest,), _, whole, streamed = yield [
         Question(served, TEXTS, greedy, [prompt], PLAIN | {"temperature": 0}),
-        Question(served, TEXTS, {"prompt": prompt, "logprobs": 0, **WARM}, [prompt], WARM),
+        Question(served, TEXTS, {"prompt": prompt, "logprobs": 3, **WARM}, [prompt], WARM),
         Question(served, TEXTS, several | {"logprobs": 0}, several["prompt"], NARROW),
         Question(served, TEXTS, several | {"logprobs": 0, "stream": True}, several["prompt"], NARROW)]
     require_same_draws(served, whole, streamed)
@@ -206,15 +206,15 @@ def one_text(served: ServedModel) -> Subject:
 
 
 def chats_of(served: ServedModel) -> Subject:
-    """Chats: the likeliest tokens named, the plain softmax of the same draw alone, and a stream that nobody says how to draw."""
+    """Chats: two choices, the first of them alone with the likeliest of the plain softmax, and a stream that nobody says how to draw."""
     prompt = chat_prompt(served)
     chat: dict[str, Any] = {"messages": SAID, "logprobs": True}
-    ranked, alone, streamed = yield [
-        Question(served, CHATS, chat | NARROW | {"n": 2, "top_logprobs": 3, "max_completion_tokens": NEW}, [prompt], NARROW),
-        Question(served, CHATS, chat | NARROW | {"n": 1, "logprobs_under": "model", "top_logprobs": 1}, [prompt], NARROW),
-        Question(served, CHATS, chat | {"n": 2, "stream": True}, [prompt], PLAIN)]
-    require_same_draws(served, ranked[:1], alone)
-    require_own_draws([(ranked[0], ranked[1]), (streamed[0], streamed[1])])
+    both, alone, _ = yield [
+        Question(served, CHATS, chat | NARROW | {"n": 2, "max_completion_tokens": NEW}, [prompt], NARROW),
+        Question(served, CHATS, chat | NARROW | {"n": 1, "logprobs_under": "model", "top_logprobs": 3}, [prompt], NARROW),
+        Question(served, CHATS, chat | {"stream": True}, [prompt], PLAIN)]
+    require_same_draws(served, both[:1], alone)
+    require_own_draws([(both[0], both[1])])
 
 
 def demanded_number(served: ServedModel) -> Subject:

@@ -19,8 +19,10 @@ from assay.verdict import Outcome, Verdict
 def rehearse(serving: EngineThread, token: str | None = None, *, policy: ServedPolicy | None = None) -> Verdict:
     """Verdict on the answers; GuardStop where one is wrong. The models' counts of tokens begin anew afterwards."""
     app, hosted, size = server_application(serving, token, policy=policy), list(serving.models.values()), serving.size
+    no_forms = _no_forms(serving.first)
+    served = [_served(model, no_forms) for model in hosted]
     with asyncio.Runner() as loop:
-        found = check_known_requests(lambda requests: loop.run(_replies(app, requests, token)), [*map(_served, hosted)], slots=size.slots,
+        found = check_known_requests(lambda requests: loop.run(_replies(app, requests, token)), served, slots=size.slots,
                                      room=size.slots + size.queue)
     for model in hosted:
         model.prompt_tokens = model.completion_tokens = 0
@@ -29,10 +31,10 @@ def rehearse(serving: EngineThread, token: str | None = None, *, policy: ServedP
     return found
 
 
-def _served(model: HostedModel) -> ServedModel:
+def _served(model: HostedModel, no_forms: str | None) -> ServedModel:
     engine = model.engine
     return ServedModel(model.name, engine.version, engine.weights.source, model.tokenizer, engine.stop_ids, engine.length,
-                       engine.weights.dtype, calls=model.tool_format.name in CALL_SYNTAX, no_forms=_no_forms(model))
+                       engine.weights.dtype, calls=model.tool_format.name in CALL_SYNTAX, no_forms=no_forms)
 
 
 def _no_forms(model: HostedModel) -> str | None:
