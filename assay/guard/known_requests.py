@@ -1,7 +1,7 @@
 """Known requests: a server answers a few before anybody else is let in, and every answer is compared with what is due of the model alone.
 
 Each subject is a generator that asks its questions, is told the choices of every answer, and may ask again; all subjects are asked at the
-same time, so that they cost little more than the longest answer. `due_answers` says what is right. `ask` is the way in of every client.
+same time, so that they cost little more than the longest answer. `due_replies` says what is right. `ask` is the way in of every client.
 """
 
 import itertools
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from assay.errors import DataError
-from assay.guard.due_answers import (
+from assay.guard.due_replies import (
     CHATS,
-    NEAR_A_CUT,
+    CUT_IN_DOUBT,
     NEW,
-    PLAIN,
+    PLAIN_SOFTMAX,
     TEXTS,
     USUAL_NEW,
     Choice,
+    KnownQuestion,
     Misanswered,
-    Question,
     ServedModel,
     check_reply,
     require,
@@ -31,16 +31,16 @@ from assay.guard.due_answers import (
 from assay.verdict import Verdict, proven, refuted, unproven
 
 CHECK = "known_requests"
-Subject = Generator[list[Question], list[list[Choice]], None]
+Subject = Generator[list[KnownQuestion], list[list[Choice]], None]
 Messages = Sequence[Mapping[str, Any]]
 MEMBERS = 4  # completions of the largest known request
 FORM_NEW = 96  # tokens that a demanded call or number may take
-WARM = PLAIN | {"temperature": 0.8, "repetition_penalty": 1.3}
-NARROW = WARM | {"top_k": 20, "top_p": 0.9, "min_p": 0.02}
+WARM_DRAW = PLAIN_SOFTMAX | {"temperature": 0.8, "repetition_penalty": 1.3}
+NARROW_DRAW = WARM_DRAW | {"top_k": 20, "top_p": 0.9, "min_p": 0.02}
 OPENING = "Once upon a"
-SAID: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Red "}, {"type": "text", "text": "or?"}]},
+KNOWN_CHAT: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Red "}, {"type": "text", "text": "or?"}]},
                               {"role": "assistant", "content": "Green"}, {"role": "user", "content": "and?"}]
-SHOWN: list[dict[str, Any]] = [{**SAID[0], "content": "Red or?"}, *SAID[1:]]  # as a template is shown them
+CHAT_AS_SHOWN: list[dict[str, Any]] = [{**KNOWN_CHAT[0], "content": "Red or?"}, *KNOWN_CHAT[1:]]  # as a template is shown them
 GO = {"type": "function", "function": {"name": "go", "description": "Go there.", "parameters": {
     "type": "object", "properties": {"to": {"enum": ["a", "b"]}}, "required": ["to"], "additionalProperties": False}}}
 HALT = {"type": "function", "function": {"name": "halt", "description": "Halt.", "parameters": {
@@ -80,15 +80,15 @@ class Client:
             answers = iter(self.answers([question for _, questions in asking for question in questions]))
             heard = [(subject, [next(answers) for _ in questions]) for subject, questions in asking]
 
-    def answers(self, questions: Sequence[Question]) -> list[list[Choice]]:
+    def answers(self, questions: Sequence[KnownQuestion]) -> list[list[Choice]]:
         """The choices of each answer, as far as they follow from the question alone checked."""
         rounds = [[KnownRequest(each.path, each.body) for each in some] for some in self.in_rounds(questions)]
         replies = itertools.chain.from_iterable(map(self.send, rounds))
         return [self.answer(question, reply) for question, reply in zip(questions, replies, strict=True)]
 
-    def in_rounds(self, questions: Sequence[Question]) -> Iterator[list[Question]]:
+    def in_rounds(self, questions: Sequence[KnownQuestion]) -> Iterator[list[KnownQuestion]]:
         """As many questions at a time as the server has room for."""
-        some: list[Question] = []
+        some: list[KnownQuestion] = []
         for question in questions:
             if sum(members(each) for each in [*some, question]) > self.room:
                 yield some
@@ -96,10 +96,10 @@ class Client:
             some.append(question)
         yield some
 
-    def answer(self, question: Question, reply: KnownReply) -> list[Choice]:
+    def answer(self, question: KnownQuestion, reply: KnownReply) -> list[Choice]:
         require(reply.status == 200, f"{question.path} refused what it should answer, with {reply.status}: {json.dumps(reply.body)[:300]}; "
                 f"asked was {json.dumps(question.asked)[:300]}")
-        whole = gathered(question, reply.body) if question.asked.get("stream") else reply.body
+        whole = gathered_stream(question, reply.body) if question.asked.get("stream") else reply.body
         name, choices = question.served.name, check_reply(question, whole)
         self.prompt_tokens[name] += question.choices * sum(map(len, question.prompts))
         self.completion_tokens[name] += sum(len(choice["token_ids"]) for choice in choices)
@@ -140,7 +140,7 @@ def check_known_requests(ask: Ask, served: Sequence[ServedModel], *, slots: int,
                   answered=answered, refused=refused)
 
 
-def next_questions(subject: Subject, choices: Any) -> list[Question]:
+def next_questions(subject: Subject, choices: Any) -> list[KnownQuestion]:
     """What a subject asks once it was told these choices, None at its beginning; nothing where it is over."""
     try:
         return subject.send(choices)
@@ -148,7 +148,7 @@ def next_questions(subject: Subject, choices: Any) -> list[Question]:
         return []
 
 
-def members(question: Question) -> int:
+def members(question: KnownQuestion) -> int:
     return question.choices * len(question.prompts)
 
 
@@ -168,7 +168,7 @@ def takes_tools(served: ServedModel) -> bool:
         return False
 
 
-def chat_prompt(served: ServedModel, tools: Messages | None = None, messages: Messages = SHOWN) -> list[int]:
+def chat_prompt(served: ServedModel, tools: Messages | None = None, messages: Messages = CHAT_AS_SHOWN) -> list[int]:
     return served.tokenizer.encode(served.tokenizer.render(messages, tools=tools, add_generation_prompt=True))
 
 
@@ -182,19 +182,19 @@ def texts(served: ServedModel) -> Subject:
     """Texts: the likeliest tokens, warm ones, two choices for each of two prompts, whole and streamed; then the first, cut by a stop."""
     prompt = text_prompt(served)
     greedy: dict[str, Any] = {"prompt": prompt, "temperature": 0, "logprobs": 1}
-    several: dict[str, Any] = {"prompt": [prompt[::-1], prompt], "n": 2, **NARROW}
+    several: dict[str, Any] = {"prompt": [prompt[::-1], prompt], "n": 2, **NARROW_DRAW}
     (likeliest,), _, whole, streamed = yield [
-        Question(served, TEXTS, greedy, [prompt], PLAIN | {"temperature": 0}),
-        Question(served, TEXTS, {"prompt": prompt, "logprobs": 3, **WARM}, [prompt], WARM),
-        Question(served, TEXTS, several | {"logprobs": 0}, several["prompt"], NARROW),
-        Question(served, TEXTS, several | {"logprobs": 0, "stream": True}, several["prompt"], NARROW)]
+        KnownQuestion(served, TEXTS, greedy, [prompt], PLAIN_SOFTMAX | {"temperature": 0}),
+        KnownQuestion(served, TEXTS, {"prompt": prompt, "logprobs": 3, **WARM_DRAW}, [prompt], WARM_DRAW),
+        KnownQuestion(served, TEXTS, several | {"logprobs": 0}, several["prompt"], NARROW_DRAW),
+        KnownQuestion(served, TEXTS, several | {"logprobs": 0, "stream": True}, several["prompt"], NARROW_DRAW)]
     require_same_draws(served, whole, streamed)
     require_own_draws([(whole[0], whole[1]), (whole[2], whole[3])])
     text = likeliest["text"]
     stop = next((char for place, char in enumerate(text) if place and char != "\ufffd" and char not in text[:place]), None)
     if served.exact and stop is not None:
         cut = greedy | {"prompt": OPENING, "stop": ["never said", stop], "logprobs": None}
-        for (choice,) in (yield [Question(served, TEXTS, cut | {"stream": stream}, [prompt]) for stream in (False, True)]):
+        for (choice,) in (yield [KnownQuestion(served, TEXTS, cut | {"stream": stream}, [prompt]) for stream in (False, True)]):
             due = text[: text.index(stop)]
             require(choice["text"] == due, f"{text!r} is cut before {stop!r} to {choice['text']!r}; {due!r} is right")
 
@@ -202,17 +202,17 @@ def texts(served: ServedModel) -> Subject:
 def one_text(served: ServedModel) -> Subject:
     """A text of a model beside the first, which must be its own."""
     prompt = text_prompt(served)
-    yield [Question(served, TEXTS, {"prompt": prompt, "logprobs": 1}, [prompt], PLAIN)]
+    yield [KnownQuestion(served, TEXTS, {"prompt": prompt, "logprobs": 1}, [prompt], PLAIN_SOFTMAX)]
 
 
 def chats_of(served: ServedModel) -> Subject:
     """Chats: two choices, the first of them alone with the likeliest of the plain softmax, and a stream that nobody says how to draw."""
     prompt = chat_prompt(served)
-    chat: dict[str, Any] = {"messages": SAID, "logprobs": True}
+    chat: dict[str, Any] = {"messages": KNOWN_CHAT, "logprobs": True}
     both, alone, _ = yield [
-        Question(served, CHATS, chat | NARROW | {"n": 2, "max_completion_tokens": NEW}, [prompt], NARROW),
-        Question(served, CHATS, chat | NARROW | {"n": 1, "logprobs_under": "model", "top_logprobs": 3}, [prompt], NARROW),
-        Question(served, CHATS, chat | {"stream": True}, [prompt], PLAIN)]
+        KnownQuestion(served, CHATS, chat | NARROW_DRAW | {"n": 2, "max_completion_tokens": NEW}, [prompt], NARROW_DRAW),
+        KnownQuestion(served, CHATS, chat | NARROW_DRAW | {"n": 1, "logprobs_under": "model", "top_logprobs": 3}, [prompt], NARROW_DRAW),
+        KnownQuestion(served, CHATS, chat | {"stream": True}, [prompt], PLAIN_SOFTMAX)]
     require_same_draws(served, both[:1], alone)
     require_own_draws([(both[0], both[1])])
 
@@ -223,17 +223,17 @@ def demanded_number(served: ServedModel) -> Subject:
         return
     prompt = chat_prompt(served)
     most = min(FORM_NEW, served.length - len(prompt))
-    ((choice,),) = yield [Question(served, CHATS, {"messages": SAID, "response_format": ONE_OF, "logprobs": True, "max_tokens": most},
-                                   [prompt])]
+    asked = {"messages": KNOWN_CHAT, "response_format": ONE_OF, "logprobs": True, "max_tokens": most}
+    ((choice,),) = yield [KnownQuestion(served, CHATS, asked, [prompt])]
     content = choice["message"]["content"]
     if choice["finish_reason"] == "stop":
         require(content in ("1", "22"), f"{content!r} is not of the schema that was asked for")
     scores = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    rows = served.rows(prompt, choice["token_ids"], PLAIN)
+    rows = served.rows(prompt, choice["token_ids"], PLAIN_SOFTMAX)
     for id, score, row_V in zip(choice["token_ids"], scores, rows, strict=True):
         assert row_V is not None, "nothing is cut off"
         least = float(row_V[id])
-        require(least - NEAR_A_CUT[served.dtype] <= score <= 0, f"among those that a schema allows id {id} has the log-probability "
+        require(least - CUT_IN_DOUBT[served.dtype] <= score <= 0, f"among those that a schema allows id {id} has the log-probability "
                 f"{score:.4g}, among all {least:.4g}")
 
 
@@ -242,19 +242,19 @@ def shown_tools(served: ServedModel) -> Subject:
     tools = [GO, HALT]
     if not takes_tools(served) or len(shown := chat_prompt(served, tools)) + FORM_NEW > served.length:
         return
-    asked = {"messages": SAID, "tools": tools, "max_tokens": 1}
-    questions = [Question(served, CHATS, asked | {"tool_choice": "none"}, [chat_prompt(served)]), Question(served, CHATS, asked, [shown]),
-                 *shown_calls(served, tools)]
+    asked = {"messages": KNOWN_CHAT, "tools": tools, "max_tokens": 1}
+    questions = [KnownQuestion(served, CHATS, asked | {"tool_choice": "none"}, [chat_prompt(served)]),
+                 KnownQuestion(served, CHATS, asked, [shown]), *shown_calls(served, tools)]
     named = {"type": "function", "function": {"name": "go"}}
     choices: list[tuple[Any, Collection[str]]] = [("required", ("go", "halt")), (named, ("go",))]
     demanded = choices if served.calls and served.no_forms is None else []
-    questions += [Question(served, CHATS, asked | {"tool_choice": choice, "max_tokens": FORM_NEW}, [shown]) for choice, _ in demanded]
+    questions += [KnownQuestion(served, CHATS, asked | {"tool_choice": choice, "max_tokens": FORM_NEW}, [shown]) for choice, _ in demanded]
     answers = yield questions
     for (choice,), (_, names) in zip(answers[len(answers) - len(demanded) :], demanded, strict=True):
         check_call(choice, names)
 
 
-def shown_calls(served: ServedModel, tools: Messages) -> list[Question]:
+def shown_calls(served: ServedModel, tools: Messages) -> list[KnownQuestion]:
     """A chat in which a tool was called and has answered, where the template shows such."""
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "go", "arguments": {"to": "a"}}}
     sent = {**call, "function": {"name": "go", "arguments": '{"to": "a"}'}}
@@ -263,11 +263,11 @@ def shown_calls(served: ServedModel, tools: Messages) -> list[Question]:
     if "tool_calls" not in (served.tokenizer.template or ""):
         return []
     try:
-        prompt = chat_prompt(served, tools, [SHOWN[0], said, result])
+        prompt = chat_prompt(served, tools, [CHAT_AS_SHOWN[0], said, result])
     except DataError:
         return []
-    messages = [SAID[0], said | {"content": None, "tool_calls": [sent]}, result]
-    return [Question(served, CHATS, {"messages": messages, "tools": tools, "max_tokens": 1}, [prompt])]
+    messages = [KNOWN_CHAT[0], said | {"content": None, "tool_calls": [sent]}, result]
+    return [KnownQuestion(served, CHATS, {"messages": messages, "tools": tools, "max_tokens": 1}, [prompt])]
 
 
 def check_call(choice: Choice, names: Collection[str]) -> None:
@@ -283,7 +283,7 @@ def check_call(choice: Choice, names: Collection[str]) -> None:
 # ---------------------------------------------------------------- streams
 
 
-def gathered(question: Question, events: Sequence[Any]) -> dict[str, Any]:
+def gathered_stream(question: KnownQuestion, events: Sequence[Any]) -> dict[str, Any]:
     """A stream as the reply that it is in pieces; its order and its end are looked at."""
     *pieces, usage, last = events
     require(last == "[DONE]", f"a stream ends with {last!r}")
@@ -298,7 +298,7 @@ def gathered(question: Question, events: Sequence[Any]) -> dict[str, Any]:
     return {**usage, "object": kind.removesuffix(".chunk"), "choices": choices}
 
 
-def streamed_choice(question: Question, index: int, parts: Sequence[Choice]) -> dict[str, Any]:
+def streamed_choice(question: KnownQuestion, index: int, parts: Sequence[Choice]) -> dict[str, Any]:
     *earlier, last = [part["finish_reason"] for part in parts]
     require(last is not None and not any(earlier), f"a choice is streamed with the reasons to end {[*earlier, last]}")
     told = [part["logprobs"] for part in parts if part["logprobs"] is not None]
@@ -315,7 +315,7 @@ def streamed_choice(question: Question, index: int, parts: Sequence[Choice]) -> 
 
 
 
-def require_early_text(question: Question, parts: Sequence[Choice]) -> None:
+def require_early_text(question: KnownQuestion, parts: Sequence[Choice]) -> None:
     """Words come as they are drawn, not all of them with the end."""
     drawn = [*itertools.chain.from_iterable(part.get("token_ids", ()) for part in parts[:-1])]
     shown = "".join(part["text"] if question.path == TEXTS else part["delta"]["content"] for part in parts[:-1])
@@ -348,7 +348,7 @@ TEXT_REFUSALS: tuple[tuple[dict[str, Any], str], ...] = (
 def refusals(client: Client, served: ServedModel, chats: bool) -> None:
     """Requests that cannot be answered as they ask are refused by the name of what they ask for; nothing is left unheard."""
     both: tuple[tuple[dict[str, Any], str], ...] = (({"model": f"no {served.name}"}, "model"), ({"model": None}, "model"))
-    chat, text = {"model": served.name, "messages": SAID, "max_tokens": 1}, {"model": served.name, "prompt": "a", "max_tokens": 1}
+    chat, text = {"model": served.name, "messages": KNOWN_CHAT, "max_tokens": 1}, {"model": served.name, "prompt": "a", "max_tokens": 1}
     wrong = [(TEXTS, text, *each) for each in (*TEXT_REFUSALS, *both, ({"max_tokens": served.length}, "prompt"))]
     too_long = {"prompt": text_prompt(served)[:1] * (served.length - USUAL_NEW + 1), "max_tokens": None}
     wrong.append((TEXTS, text, too_long, "prompt"))

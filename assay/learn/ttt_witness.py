@@ -20,7 +20,7 @@ from assay.verdict import Verdict, proven, refuted, unproven
 CHUNKS_AGAIN, TOKENS_READ_AGAIN = 4, 2048  # at most, but for two chunks of each document that one adapter reads
 SAME_COST = {torch.float32: 2e-3, torch.bfloat16: 5e-2}  # of the mean of what the tokens cost
 
-TokenCosts = Sequence[NDArray[np.float32]]  # by document
+CostsByDocument = Sequence[NDArray[np.float32]]  # by document
 _Window = tuple[Tensor, int]  # tokens of a chunk after those that stand before it, and how many are the chunk's
 
 
@@ -36,7 +36,7 @@ def check_sites(patch: Patch, config: ModelConfig, targets: Sequence[str]) -> Ve
     return (proven if whole else refuted)("sites", words)
 
 
-def check_reading(model: Transformer, documents: Sequence[Sequence[int]], costs: tuple[TokenCosts, TokenCosts], patch: Patch,
+def check_reading(model: Transformer, documents: Sequence[Sequence[int]], costs: tuple[CostsByDocument, CostsByDocument], patch: Patch,
                   how: TttSettings, *, slots: int = 1) -> Verdict:
     """Read the beginning of one document again, or of those that one adapter reads first, `slots` side by side. `costs` are what the
     documents' tokens after the first were recorded to cost, without and with the patch."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from assay.errors import GuardStop, UsageError
-from assay.guard.due_answers import ServedModel
+from assay.guard.due_replies import ServedModel
 from assay.guard.known_requests import SCHEMA, KnownReply, KnownRequest, check_known_requests
 from assay.serving.engine_thread import EngineThread
 from assay.serving.hosted_model import HostedModel

@@ -23,8 +23,9 @@ class FLAGS:
 
     The model's name is --name, or the last part of its path; the digest of its weights is the system_fingerprint of every answer.
     Adapters must have a hallmark, and are served, from the start or added later, once their answers through the server equal those
-    recorded. With --train the model is a policy: clients open trajectories, talk, close them with a reward, and ask for an update of
-    the whole model, of a new adapter (--lora-r), or of the served adapter.
+    recorded. Before the server listens, known requests are asked and every answer is worked out again from the model alone; a wrong
+    one ends the start (exit 4). With --train the model is a policy: clients open trajectories, talk, close them with a reward, and
+    ask for an update of the whole model, of a new adapter (--lora-r), or of the served adapter.
     """
 
     path: str = argument("checkpoint, folder, adapter, GGUF file or fetched name")

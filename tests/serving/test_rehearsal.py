@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from assay.cli import run
-from assay.guard.due_answers import PLAIN, due_row
+from assay.guard.due_replies import PLAIN_SOFTMAX, due_row
 from assay.model.tokenizer import Tokenizer
 from assay.serving import server
 from assay.serving.engine_thread import EngineThread, ServerSize
@@ -94,12 +94,12 @@ def test_a_server_that_errs_does_not_listen(folder, capsys, tmp_path, monkeypatc
 
 def test_the_distribution_of_a_draw_by_its_definition():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0], dtype=torch.float64)
-    assert torch.allclose(due_row(logits, (), PLAIN, 1e-3), logits.log_softmax(-1))
-    warm = due_row(logits, {0, 3}, PLAIN | {"temperature": 0.5, "repetition_penalty": 2.0}, 1e-3)
+    assert torch.allclose(due_row(logits, (), PLAIN_SOFTMAX, 1e-3), logits.log_softmax(-1))
+    warm = due_row(logits, {0, 3}, PLAIN_SOFTMAX | {"temperature": 0.5, "repetition_penalty": 2.0}, 1e-3)
     assert torch.allclose(warm, torch.tensor([2.0, 2.0, 0.0, -4.0], dtype=torch.float64).log_softmax(-1))
-    cut = due_row(logits, (), PLAIN | {"top_k": 3, "top_p": 0.7}, 1e-3)  # 0.665, 0.245, 0.090 of the three
+    cut = due_row(logits, (), PLAIN_SOFTMAX | {"top_k": 3, "top_p": 0.7}, 1e-3)  # 0.665, 0.245, 0.090 of the three
     assert torch.allclose(cut.exp(), torch.tensor([0.7311, 0.2689, 0.0, 0.0], dtype=torch.float64), atol=1e-4)
-    assert due_row(logits, (), PLAIN | {"temperature": 0}, 1e-3).tolist() == [0.0, *[-torch.inf] * 3]
-    assert due_row(torch.zeros(4), (), PLAIN | {"top_k": 2}, 1e-3) is None
-    small = due_row(logits, (), PLAIN | {"min_p": 0.2}, 1e-3)
+    assert due_row(logits, (), PLAIN_SOFTMAX | {"temperature": 0}, 1e-3).tolist() == [0.0, *[-torch.inf] * 3]
+    assert due_row(torch.zeros(4), (), PLAIN_SOFTMAX | {"top_k": 2}, 1e-3) is None
+    small = due_row(logits, (), PLAIN_SOFTMAX | {"min_p": 0.2}, 1e-3)
     assert small.isfinite().tolist() == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""Due answers: what a served model must answer to a question, worked out from the model alone.
+"""Due replies: what a served model must answer to a question, worked out from the model alone.
 
 Logits come from plain passes over whole texts, everything after them is computed in float64: nothing of the server, its engine, its
 sampler or its detokenizer takes part, only the model, its tokenizer and its chat template. What a draw should be cannot be worked out;
@@ -18,15 +18,15 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 
 Choice = Mapping[str, Any]  # of a reply
-Scores = list[tuple[float, list[tuple[str, float]]]]  # at each place: of the token that was drawn, and the likeliest with theirs
+TokenScores = list[tuple[float, list[tuple[str, float]]]]  # at each place: of the token that was drawn, and the likeliest with theirs
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 NEW, SEED = 3, 17  # tokens of an answer, and the seed that it is drawn at
 USUAL_NEW = 16  # tokens of a text where nobody says how many, as OpenAI has it
-PLAIN: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # where nobody says
+PLAIN_SOFTMAX: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # the default
 # Distances of logits, or shares, below which rounding decides which token stays or is the likeliest; and nats a token, in the mean of one
 # completion, between two ways to compute: 1e-6 seen in fp32, 0.1 of SmolLM2-135M in bf16.
-NEAR_A_CUT = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-SAME = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+CUT_IN_DOUBT = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+SAME_TO = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 UNLIKELY = -12.0  # nats: draws that are less likely are not the same by chance
 HEAD_ROWS = 16384  # of the output matrix that are widened at once
 
@@ -75,11 +75,11 @@ class ServedModel:
     def rows(self, prompt: Sequence[int], ids: Sequence[int], how: Mapping[str, float]) -> Iterator[Tensor | None]:
         """Log-probabilities of the whole vocabulary at each place of a completion; None where rounding decides which tokens stay."""
         for place, logits_V in enumerate(self.logits(prompt, ids)):
-            yield due_row(logits_V.double(), {*prompt, *ids[:place]}, how, NEAR_A_CUT[self.dtype])
+            yield due_row(logits_V.double(), {*prompt, *ids[:place]}, how, CUT_IN_DOUBT[self.dtype])
 
 
 @dataclass(frozen=True)
-class Question:
+class KnownQuestion:
     """A request, and what its answer follows from: the ids of its prompts, and how tokens are drawn where no form decides it too."""
 
     served: ServedModel
@@ -101,7 +101,7 @@ class Question:
 # ---------------------------------------------------------------- what is due of a whole reply
 
 
-def check_reply(question: Question, reply: Mapping[str, Any]) -> list[Choice]:
+def check_reply(question: KnownQuestion, reply: Mapping[str, Any]) -> list[Choice]:
     """The choices of a reply, each looked at: ids, text, end, log-probabilities."""
     served = question.served
     kind = "chat.completion" if question.path == CHATS else "text_completion"
@@ -118,13 +118,13 @@ def check_reply(question: Question, reply: Mapping[str, Any]) -> list[Choice]:
     return reply["choices"]
 
 
-def check_usage(question: Question, reply: Mapping[str, Any]) -> None:
+def check_usage(question: KnownQuestion, reply: Mapping[str, Any]) -> None:
     prompt, said = sum(map(len, question.prompts)), sum(len(choice["token_ids"]) for choice in reply["choices"])
     due = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
     require(reply["usage"] == due, f"a reply counts {reply['usage']}, {due} are right")
 
 
-def check_choice(question: Question, choice: Choice, prompt: Sequence[int]) -> None:
+def check_choice(question: KnownQuestion, choice: Choice, prompt: Sequence[int]) -> None:
     check_ids(question, choice, prompt)
     require("message" not in choice or choice["message"]["role"] == "assistant", "the role of an answer is not assistant")
     if not question.asked.get("tools"):
@@ -135,7 +135,7 @@ def check_choice(question: Question, choice: Choice, prompt: Sequence[int]) -> N
         check_logprobs(question, choice, prompt)
 
 
-def check_ids(question: Question, choice: Choice, prompt: Sequence[int]) -> None:
+def check_ids(question: KnownQuestion, choice: Choice, prompt: Sequence[int]) -> None:
     ids, most, stops = choice["token_ids"], question.body["max_tokens"] or USUAL_NEW, {*question.served.stop_ids}
     told = choice["prompt_token_ids"]
     require(told == [*prompt], f"a prompt of {len(prompt)} ids was answered as another of {len(told)}: {told[:40]} instead of "
@@ -145,7 +145,7 @@ def check_ids(question: Question, choice: Choice, prompt: Sequence[int]) -> None
             f"a completion of {len(ids)} ids, {ids}, where {most} are due and {sorted(stops)} stop it")
 
 
-def check_text(question: Question, choice: Choice) -> None:
+def check_text(question: KnownQuestion, choice: Choice) -> None:
     tokenizer, ids = question.served.tokenizer, choice["token_ids"]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     whole, stopped = tokenizer.decode(ids, special=False), ids[-1] in question.served.stop_ids
@@ -160,12 +160,12 @@ def check_text(question: Question, choice: Choice) -> None:
 # ---------------------------------------------------------------- what is due of log-probabilities
 
 
-def check_logprobs(question: Question, choice: Choice, prompt: Sequence[int]) -> None:
+def check_logprobs(question: KnownQuestion, choice: Choice, prompt: Sequence[int]) -> None:
     """Each token's log-probability, and the likeliest tokens with theirs, against those of a plain pass."""
     assert question.how is not None
     served, ids, asked = question.served, choice["token_ids"], question.asked
     most = asked.get("top_logprobs", 0) if question.path == CHATS else asked["logprobs"]
-    under = PLAIN if asked.get("logprobs_under") == "model" else question.how
+    under = PLAIN_SOFTMAX if asked.get("logprobs_under") == "model" else question.how
     apart: list[float] = []
     for id, row_V, (score, likeliest) in zip(ids, served.rows(prompt, ids, under), told_scores(question, choice), strict=True):
         if row_V is None:
@@ -174,8 +174,8 @@ def check_logprobs(question: Question, choice: Choice, prompt: Sequence[int]) ->
         require(math.isfinite(due), f"id {id} was drawn, which {dict(under)} leave no chance")
         apart += [abs(score - due), *ranked_apart(served, row_V, likeliest, most)]
     mean = sum(apart) / max(1, len(apart))
-    require(mean <= SAME[served.dtype], f"log-probabilities are {mean:.2g} nats from those under {dict(under)}, bound "
-            f"{SAME[served.dtype]:g}")
+    require(mean <= SAME_TO[served.dtype], f"log-probabilities are {mean:.2g} nats from those under {dict(under)}, bound "
+            f"{SAME_TO[served.dtype]:g}")
 
 
 def ranked_apart(served: ServedModel, row_V: Tensor, likeliest: Sequence[tuple[str, float]], most: int) -> list[float]:
@@ -183,12 +183,12 @@ def ranked_apart(served: ServedModel, row_V: Tensor, likeliest: Sequence[tuple[s
     best = row_V.topk(min(most, int(row_V.isfinite().sum())))
     values, indices = best.values.tolist(), best.indices.tolist()
     require(len(likeliest) == len(values), f"{most} likeliest tokens were asked for, {len(values)} are due, and {len(likeliest)} are named")
-    if len(values) > 1 and values[0] - values[1] > NEAR_A_CUT[served.dtype]:
+    if len(values) > 1 and values[0] - values[1] > CUT_IN_DOUBT[served.dtype]:
         require(likeliest[0][0] == served.tokenizer.piece(indices[0]), f"{likeliest[0]} is named the likeliest token, id {indices[0]} is")
     return [abs(told - due) for (_, told), due in zip(likeliest, values, strict=True)]
 
 
-def told_scores(question: Question, choice: Choice) -> Scores:
+def told_scores(question: KnownQuestion, choice: Choice) -> TokenScores:
     """Log-probabilities as a choice names them, once its tokens are shown as they should be."""
     tokenizer, told, ids = question.served.tokenizer, choice["logprobs"], choice["token_ids"]
     pieces = [shown_piece(tokenizer, id) for id in ids]
