@@ -67,6 +67,10 @@ class Ema:
             self._fill(raw)
             self._swapped = False
 
+    def averaged(self) -> Mapping[str, Tensor]:
+        """The weights that are averaged."""
+        return self._live
+
     def tensors(self) -> dict[str, Tensor]:
         """The average, live, under the names it has in the optimizer's file."""
         return {EMA_PREFIX + name: tensor for name, tensor in self._average.items()}

@@ -673,6 +673,12 @@ class ShardedEma:
     def swapped(self) -> contextlib.AbstractContextManager[None]:
         return self.sharded.swapped()
 
+    @property
+    def own_rows(self) -> Ema:
+        """What this process holds of it."""
+        assert self.sharded.ema is not None
+        return self.sharded.ema
+
 
 class _Parts(nn.Module):
     """Parameters under names with dots in them, as `Ema` asks for them."""

@@ -31,6 +31,7 @@ from assay.data.data_ledger import ids_digest
 from assay.data.order import Order
 from assay.data.packing import PackedExamples
 from assay.errors import UsageError
+from assay.guard.average_checks import FollowedAverage
 from assay.guard.data_order_checks import check_consumed
 from assay.guard.loss_preflight import Gradients, check_precision, loss_gradients
 from assay.guard.resume_checks import check_resumed
@@ -122,6 +123,7 @@ class Trainer:
         self.run, self.weights, self.model, self.optimizer, self.objective = run, weights, weights.model, optimizer, objective
         self.schedule, self.micro, self.clip, self.saves, self.order = schedule, micro, clip, saves, order
         self.ema: Ema | ShardedEma | None = ema
+        self._followed: FollowedAverage | None = None
         self.steps_before, self.steady = steps_before, steady
         self.watch = StepWatch([group["lr"] for group in optimizer.param_groups], schedule.multiplier, vocab=vocab, steady=steady)
         in_parts = weights.stored is not None and world is not None
@@ -334,11 +336,18 @@ class Trainer:
         self._write(self.watch.feed(step, rates))
         self._account.record_step(step.multiplier, min(rates))
         if self.ema is not None:
-            self.ema.update(step.index)
+            self._update_average(self.ema, step.index)
         self.run.check()
         if self.schedule.decide_end(self.done, self.watch.pace()):
             self.run.log(Event.WAY_DOWN, step=self.done, stop_at=self.schedule.stop_at, seconds_a_step=self.watch.pace())
         self.watch.begin()
+
+    def _update_average(self, ema: Ema | ShardedEma, step: int) -> None:
+        if self._followed is None:
+            own = ema if isinstance(ema, Ema) else ema.own_rows
+            self._followed = FollowedAverage(own.averaged(), own.tensors(), own.decay)
+        ema.update(step)
+        self._followed.update(step)
 
     def _write(self, read: list[StepReading]) -> None:
         seconds = self.schedule.clock.seconds
@@ -397,7 +406,8 @@ class Trainer:
         applied = check_steps(self.optimizer, self.done + self.steps_before)
         finite = check_parted_weights(self.sharded) if self.sharded is not None and self.sharded.never_whole else \
             check_weights(self.weights.model)
-        self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, finite, *check_processes(self.accumulate)])
+        average = [] if self._followed is None else [self._followed.check()]
+        self.run.judge(Event.ACCOUNT, [moved, *self._check_frozen(), applied, finite, *average, *check_processes(self.accumulate)])
         self._accounted = self.done
         if not still:
             self._informed = False

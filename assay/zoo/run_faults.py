@@ -62,6 +62,13 @@ def a_scored_run(folder: Path, plant: Plant) -> list[Verdict]:
     return [hand_over.check_evaluated(evaluator, best)]
 
 
+def an_averaged_run(folder: Path, plant: Plant) -> list[Verdict]:
+    """A run with a moving average, which the fault keeps otherwise than it is said to be kept."""
+    with plant(folder):
+        run_until(folder / "run", until=4, ema=0.9)
+    return ledger_verdicts(folder / "run")
+
+
 @functools.cache
 def interrupted_run() -> Path:
     """Made once, and copied by whoever goes on."""
@@ -198,6 +205,11 @@ fault("average scored, raw weights saved for it", rows=("C19",), stage="save", c
     lambda _: swap(Ema, "tensors", lambda average: {EMA_PREFIX + name: parameter.detach() for name, parameter in average._live.items()}))
 fault("raw weights scored for the average", rows=("C19",), stage="eval", check="score", job=a_scored_run)(
     lambda _: swap(Ema, "swapped", lambda average: contextlib.nullcontext()))
+
+fault("average with another decay", rows=("C19",), stage="train", check="average", job=an_averaged_run)(
+    lambda _: swap(Ema, "decay_at", lambda average, step: average.decay))
+fault("average that stands still", rows=("C19",), stage="train", check="average", job=an_averaged_run)(
+    lambda _: swap(Ema, "update", lambda average, step: None))
 
 # ---------------------------------------------------------------- fine-tuning
 

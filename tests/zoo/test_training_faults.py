@@ -74,6 +74,8 @@ REASONS = {
     "another held-out set": "its held-out scores do not compare",
     "average scored, raw weights saved for it": "what was saved is not what was scored",
     "raw weights scored for the average": "what was saved is not what was scored",
+    "average with another decay": "numbers of the moving average are not what the weights of",
+    "average that stands still": "numbers of the moving average are not what the weights of",
 }
 MODULES = {"adapter_faults", "checkpoint_faults", "file_format_faults", "training_faults", "corpus_faults", "conclusion_faults",
            "run_faults"}  # the others have tests of their own
