@@ -22,7 +22,7 @@ def test_clean_runs_are_silent(kind: dict, seeds: range, tmp_path: Path):
         said: list[str] = []
         assert sit(config, say=said.append) .interrupted is None  # a guard that trips raises
         verdicts = [verdict for event in (*events(config, "preflight"), *events(config, "account")) for verdict in event["verdicts"]]
-        assert len(verdicts) == 13 + 2 * 4  # before step 1, and at steps 1 and 66
+        assert len(verdicts) == 13 + 2 * (4 + ("ema" in kind))  # before step 1, and at steps 1 and 66
         assert {verdict["outcome"] for verdict in verdicts} == {"PROVEN"}
         assert not events(config, "gap")
         assert not [line for line in said if "stopped" in line or "passed over" in line]
