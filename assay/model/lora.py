@@ -5,14 +5,14 @@ share one matrix.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from assay.errors import UsageError
+from assay.kernels.low_rank import adapted_linear, adapts_in_place, low_rank_output
 from assay.model.families import FAMILIES, hf_layout, parameter_shapes
 from assay.model.patch import LowRank, Patch
 from assay.model.transformer import ExpertLinear, Linear, ModelConfig, Transformer
@@ -46,6 +46,8 @@ class LoraLinear(nn.Module):
         self.rights = nn.ParameterList(part.right.clone() for part in parts)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(self.base) is Linear and adapts_in_place(x, self.base.weight, self.base.bias):
+            return adapted_linear(x, self.base.weight, self.ranges, self.lefts, self.rights)
         out = self.base(x)
         return out + low_rank_output(x, out.shape[-1], self.ranges, self.lefts, self.rights)
 
@@ -124,20 +126,6 @@ def experts_in(config: ModelConfig, parameter: str) -> int:
     layer, _, leaf = parameter.removeprefix("blocks.").partition(".")
     mixture = layer.isdigit() and config.mixture_at(int(layer)) and leaf in ("mlp.up.weight", "mlp.down.weight")
     return config.experts.count if mixture and config.experts is not None else 1
-
-
-def low_rank_output(x: Tensor, width: int, ranges: Sequence[tuple[int, int, float]], lefts: Iterable[Tensor],
-                    rights: Iterable[Tensor]) -> Tensor:
-    """scale · left (right x) in the columns of each range, nothing in the others."""
-    done, found = 0, []
-    for (start, stop, scale), left, right in zip(ranges, lefts, rights, strict=True):
-        if start > done:
-            found.append(x.new_zeros(()).expand(*x.shape[:-1], start - done))
-        found.append(scale * F.linear(F.linear(x, right.to(x.dtype)), left.to(x.dtype)))
-        done = stop
-    if done < width:
-        found.append(x.new_zeros(()).expand(*x.shape[:-1], width - done))
-    return torch.cat(found, -1) if len(found) > 1 else found[0]
 
 
 def lora_sites(config: ModelConfig) -> dict[str, LoraSite]:

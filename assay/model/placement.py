@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import UsageError
-from assay.kernels import cached_attention, gated_activation, linear, rms_norm, rotary
+from assay.kernels import cached_attention, gated_activation, linear, low_rank, rms_norm, rotary
 from assay.model.quantised import is_code, register_quantised_product
 from assay.model.transformer import Transformer
 
@@ -87,6 +87,7 @@ def place_for_training(model: Transformer, device: str, *, compute: torch.dtype 
     if on_gpu:
         gated_activation.register_gated_backward()
         linear.register_weight_gradient()
+        low_rank.register_adapted_linear()
         register_quantised_product()
         rms_norm.register_norm_backward()
         rotary.register_rotated_backward()
