@@ -1,4 +1,4 @@
-"""Linear layer with a frozen matrix and low-rank adapters of some of its rows (LoRA): what the adapters add goes into the matrix's own output.
+"""Linear layer with a frozen matrix and low-rank adapters (LoRA) of some of its rows: what they add goes into the matrix's own output.
 
 Autograd's way writes what each adapter adds, joins it and adds it up, three more passes over an output that is 24,576 wide in an 8B; and
 its gradient is scaled by another. Here a product of the adapters' rank adds to the output where it lies, the scale is a factor of that
@@ -120,7 +120,7 @@ def adapted_backward(d_out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, inner_NR
 
 def _adapters(out_NO: Tensor, inner_NR: Tensor, lefts: Sequence[Tensor], starts: Sequence[int], scales: Sequence[float]
               ) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """Of each adapter: the columns of the output that it adds to, those of the inner product that are its own, its left factor, its scale."""
+    """Of each adapter: the columns of the output that it adds to, its own of the inner product, its left factor, its scale."""
     inners = inner_NR.split([left.shape[1] for left in lefts], 1)
     for start, inner, left, scale in zip(starts, inners, lefts, scales, strict=True):
         yield out_NO[:, start : start + len(left)], inner, left, scale

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a layer's own output on CUDA: against float64, compiled in a block, and only over a frozen matrix in half precision."""
+"""Low-rank adapters in a layer's own output on CUDA: against float64, compiled, and only over a frozen matrix in half precision."""
 
 import pytest
 import torch
