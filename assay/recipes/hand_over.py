@@ -69,12 +69,15 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
         with run.spent.part("evaluation"):
             verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
                         *check_chosen(run, evaluator), *check_improved(evaluator)]
-            recorded = rescore(scored_set(open_artifact(best, to=to, opened=opened)), score_all, evaluator.device)
+            saved = open_artifact(best, to=to, opened=opened)
+            scored = scored_set(saved)
+            recorded, weights = rescore(scored, score_all, evaluator.device), saved.digest if scored is saved else None
+            del saved, scored  # room for what is exported
         with run.spent.part("proving"):
             places, found = exporting.result()
     with run.spent.part("evaluation"):
-        exported = rescore(open_artifact(places[-1], to=to, opened=opened), score_all, evaluator.device)
-    verdicts += [*found, check_exported_score(recorded, exported), *check_forgetting(run, places[-1], evaluator.device)]
+        exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, weights, score_all, evaluator.device)
+    verdicts += [*found, exported, *check_forgetting(run, places[-1], evaluator.device)]
     void_if_refuted(run, places, verdicts)
     verdicts += send_to_remote(run, places)
     return HandedOver(best, places, recorded, verdicts)
@@ -268,6 +271,16 @@ def check_evaluated(evaluator: HeldOutEvaluator, best: Path, opened: OpenedBases
     if not error <= bound:
         return refuted("score", f"{words}: what was saved is not what was scored", error=str(error))
     return proven("score", words, error=error)
+
+
+def check_exported(exported: Artifact, recorded: HeldOut, weights: str | None, score_all: ScoreHeldOut, device: str | None) -> Verdict:
+    """Check the score of the bytes that were exported. Where they are, tensor by tensor, the `weights` that were read from the best
+    checkpoint and scored, they have its score; others, an adapter's merged ones or an average's, are scored too.
+    """
+    if exported.digest != weights:
+        return check_exported_score(recorded, rescore(exported, score_all, device))
+    return proven("score", f"the exported weights are those of the checkpoint that scored {recorded.estimate} {recorded.unit}, by digest",
+                  weights=weights)
 
 
 def check_exported_score(recorded: HeldOut, found: HeldOut) -> Verdict:

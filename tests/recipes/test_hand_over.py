@@ -42,6 +42,22 @@ def test_what_is_handed_over_is_the_set_that_was_scored(ema: float, tmp_path: Pa
     assert all(torch.equal(raw[name], out[name]) for name in raw) is (ema == 0)
 
 
+@pytest.mark.parametrize(("ema", "times"), [(0.0, 1), (0.9, 2)])
+def test_exported_weights_are_scored_again_unless_they_are_those_that_were_scored(ema, times, tmp_path, monkeypatch):
+    scored, usual = [], hand_over.rescore
+    monkeypatch.setattr(hand_over, "rescore", lambda artifact, *how: (scored.append(artifact.digest), usual(artifact, *how))[1])
+    verdicts = handed(options(tmp_path / "run", tokens=6 * ROWS * LENGTH, ema=ema))
+    assert len(scored) == times
+    assert any("by digest" in verdict.reason for verdict in verdicts) is (times == 1)
+
+
+def test_an_export_of_other_weights_is_scored_and_refuted(tmp_path, monkeypatch):
+    usual, first = hand_over.export_proven, step_folder(tmp_path / "run" / "checkpoints", 1)
+    monkeypatch.setattr(hand_over, "export_proven", lambda best, *rest: usual(first, *rest))
+    verdicts = sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True).verdicts
+    assert [verdict.check for verdict in verdicts if verdict.outcome is Outcome.REFUTED] == ["score"]
+
+
 def test_a_finished_run_hands_over_once_and_a_longer_one_again(tmp_path: Path):
     config = options(tmp_path / "run", tokens=6 * ROWS * LENGTH)
     handed(config)
@@ -84,7 +100,7 @@ def test_a_checkpoint_that_is_not_what_was_scored_is_refuted(tmp_path: Path, mon
 
 def test_a_hand_over_that_is_refuted_takes_the_hallmark_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The folder was proven by itself before the scores were compared; after that nothing says PROVEN of it, nor trains on it."""
-    config, model = options(tmp_path / "run", tokens=6 * ROWS * LENGTH), tmp_path / "run" / "model"
+    config, model = options(tmp_path / "run", tokens=6 * ROWS * LENGTH, ema=0.5), tmp_path / "run" / "model"
     monkeypatch.setattr(hand_over, "SAME_SCORE", -1.0)
     assert sit(config, handing_over=True).exit_code == 3
     assert not (model / "hallmark.json").exists()
