@@ -63,6 +63,18 @@ def test_documents_of_one_adapter_come_out_again_and_only_as_many_side_by_side_a
     assert check_reading(model, documents, costs, patch, replace(how, steps=1), slots=slots).outcome is Outcome.REFUTED
 
 
+def test_in_half_precision_one_token_may_be_rounded_off_and_all_of_them_may_not():
+    model = tiny_model("llama").bfloat16().eval()
+    patch, tokens = fresh(model.config, ttt_sites(model.config, TARGETS), 2, 1.0, 0, ""), [random_tokens(41)]
+    adapters, without = BatchedAdapters(patch, 1), token_costs(read_and_adapt(model, tokens, HOW, 1), 1)
+    with adapters.attached(model):
+        learned = token_costs(read_and_adapt(model, tokens, HOW, 1, adapters), 1)
+    off = np.zeros_like(learned[0])
+    for places, share, outcome in (([3], 0.1, Outcome.PROVEN), ([3], 0.3, Outcome.REFUTED), (slice(None), 0.06, Outcome.REFUTED)):
+        off[:], off[places] = 0, share * learned[0].mean()
+        assert check_reading(model, tokens, (without, [learned[0] + off]), patch, HOW).outcome is outcome, (places, share)
+
+
 def test_other_costs_and_lost_sites_are_refuted(read):
     model, patch, tokens, (without, learned) = read
     assert check_reading(model, tokens, (without, [np.roll(learned[0], 1)]), patch, HOW).outcome is Outcome.REFUTED
