@@ -39,11 +39,12 @@ UNASKED = {"sft": ("--data", "--out"), "dpo": ("--data", "--out"), "kto": ("--da
 
 
 def run(flags: FLAGS) -> int:
+    from assay.model.placement import default_device
     from assay.recipes.memory_plan import GIB, alternatives, device_memory
 
     found, device, tokens = planned(flags)
-    seconds = list[float]()
-    if tokens is not None and flags.memory is None:  # the device that is asked about is here
+    seconds, is_here = list[float](), device == "cpu" or default_device() != "cpu"
+    if tokens is not None and flags.memory is None and is_here:
         from assay.recipes.time_plan import product_speed, step_seconds, time_in_words
 
         speed = product_speed(device)
@@ -58,6 +59,8 @@ def run(flags: FLAGS) -> int:
     print("\n".join(found.lines()))
     if tokens is not None and seconds:
         print(time_in_words(found, tokens, speed))
+    if not is_here and available is None:
+        print(f"  no {device} is here: whether it fits and how long a step takes is not known; --memory GIB says what that device has")
     if available is not None:
         others = "; ".join(instead) or "nothing that leaves the model as it is"
         print(f"  {available / GIB:.1f} GiB are there: it {'fits' if fits else f'does not fit; what would: {others}'}")

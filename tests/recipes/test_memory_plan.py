@@ -266,6 +266,19 @@ def test_the_verb_says_what_a_step_takes_where_its_device_is_here(tmp_path: Path
     assert json.loads(capsys.readouterr().out)["seconds_a_step"] is None, "of a device that is elsewhere nothing is known"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_a_gpu_that_is_not_here_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture):
+    where = save_hf_folder(tmp_path / "model", tiny_model("qwen3"))
+    asked = ["plan", "sft", "--model", str(where), "--device", "cuda"]
+    assert assay(asked) == 0
+    said = capsys.readouterr().out
+    assert "together" in said
+    assert "no cuda is here" in said
+    assert assay([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["fits"], told["seconds_a_step"]) == (None, None)
+
+
 def test_what_is_frozen_is_not_learned_and_what_is_made_again_costs_again():
     model = real("Qwen3-8B")
     whole, adapter, again = (step_operations(plan_memory(model, PlannedWork(4, 1024, rank, checkpointing=recompute)), 16384)
