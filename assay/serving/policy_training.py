@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from assay.agents.episodes import SampledTurn
-from assay.agents.tool_calls import ToolCall
 from assay.agents.trajectory import Trajectory
 from assay.agents.transcript import ChatWriter, Transcript
 from assay.data.batch import Batch
@@ -43,6 +42,7 @@ from assay.guard.policy_identity import (
     measure_logprob_floor,
     version_name,
 )
+from assay.guard.served_conversations import HeardRequest, as_shown, check_heard, hear_request
 from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_kinds, check_token_law
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
@@ -83,6 +83,7 @@ class OpenTrajectory:
     error: str | None = None
     asked: tuple[int, ...] = ()  # the ids that the last turn is sampled after
     sampled: list[SampledTurn] = field(default_factory=list)  # every turn as the engine gave it, beside what is made of it
+    heard: list[HeardRequest] = field(default_factory=list)  # every request as it came, beside what is made of it
     calls: int = 0  # of tools that were offered: those that could be read
     faults: int = 0  # and those that could not
     dropped: bool = False  # said under weights that are gone, so that it can never be learned from
@@ -169,7 +170,7 @@ class ServedPolicy:
             raise RequestRefused(f"trajectory {name} began under other weights; open a new one", status=409, code="other_version")
         writer = found.writer if found.writer is not None and found.tools == asked.form.tools else ChatWriter(model.tokenizer,
                                                                                                               asked.form.tools)
-        more = asked.messages[len(found.seen):]
+        more = [as_shown(message, writer.format) for message in asked.messages[len(found.seen):]]
         goes_on = bool(found.seen and more) and found.writer is writer and asked.messages[: len(found.seen)] == found.seen
         if found.transcript is not None and goes_on:
             refused = writer.insert([(found.transcript, more)])[0]
@@ -177,13 +178,14 @@ class ServedPolicy:
                 raise RequestRefused(refused, param="messages", code="invalid_value")
         else:
             self._begin_sequence(found, writer, asked)
+        found.heard.append(hear_request(found.heard, asked.messages, asked.form.tools, model.tokenizer, writer.format))
         found.writer, found.tools, found.seen, found.speaking = writer, asked.form.tools, asked.messages, True
         assert found.transcript is not None
         found.asked = found.transcript.prompt
         return found.asked
 
     def _begin_sequence(self, found: OpenTrajectory, writer: ChatWriter, asked: ApiRequest) -> None:
-        messages = [_inserted(message, writer) for message in asked.messages]
+        messages = [as_shown(message, writer.format) for message in asked.messages]
         try:
             ((pieces, _),) = writer.first([messages])
         except DataError as error:
@@ -209,7 +211,9 @@ class ServedPolicy:
             found.calls += len(turn.get("tool_calls", ()))
             found.faults += len(turn.get("faults", ()))
         found.transcript.say(completion, turn)
-        found.seen = (*found.seen, read_message(message, "the answer"))
+        answer = read_message(message, "the answer")
+        found.seen = (*found.seen, answer)
+        found.heard[-1].answer, found.heard[-1].turn = answer, turn
 
     def close(self, name: str, reward: float | None, error: str | None) -> None:
         found = self.find(name)
@@ -255,7 +259,8 @@ class ServedPolicy:
         whole = Counter(sequence.ids for each, counts in zip(every, counted, strict=True) if counts for sequence in each.sequences)
         law = check_token_law(batch, sampled, whole, stop_ids=self.model.engine.stop_ids, cap=0)  # a client caps each turn as it likes
         paid = check_episode_rewards(every, [reward for group in rewards for reward in group], self.given)
-        verdicts = [version, check_every_turn(sampled, every), law, paid, self._check_kinds(every)]
+        asked = check_heard([(each.heard, each.sampled) for group in opened for each in group], self.model.tokenizer)
+        verdicts = [version, check_every_turn(sampled, every), asked, law, paid, self._check_kinds(every)]
         _stop_training_if_refuted(verdicts)  # first: what is not as it was sampled need not even have a log-probability
         verdicts.append(self._check_identity(batch, every))
         if self.updates == 0:
@@ -370,11 +375,3 @@ def _refuse_other_sampling(asked: ApiRequest) -> None:
         raise RequestRefused("a form that is demanded (response_format, tool_choice required) is not supported in a trajectory: its tokens "
                              "are drawn from another distribution than the one that learns", param="response_format",
                              code="unsupported_parameter")
-
-
-def _inserted(message: Mapping[str, Any], writer: ChatWriter) -> dict[str, Any]:
-    """A message that the policy did not say here, as templates of its format are shown it."""
-    if not message.get("tool_calls") or writer.format.structured:
-        return dict(message)
-    calls = [ToolCall(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
-    return {**message, "content": writer.format.write(message["content"], calls)}

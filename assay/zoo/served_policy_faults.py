@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from assay.agents.trajectory import Piece, TokenSequence, Trajectory
+from assay.agents.transcript import Transcript
 from assay.data.batch import Batch
 from assay.generate.engine import Engine
 from assay.model.attention import PADDING
@@ -77,6 +78,13 @@ def last_sequence(usual: Any, self: OpenTrajectory) -> Trajectory:
     """Fault: of a history that the client rewrote only the last sequence is kept."""
     found = usual(self)
     return replace(found, sequences=found.sequences[-1:])
+
+
+@served_fault("agent's rewritten conversation not heard", ("N17",), "branch", "conversations")
+@in_place_of(Transcript, "branch")
+def old_text_answered(usual: Any, self: Transcript, messages: Any, pieces: Any) -> None:
+    """No sequence begins where the client wrote the history anew: its words are noted, and the old text is answered once more."""
+    self.messages += messages
 
 
 @served_fault("agent's own words taken for the policy's", ("N15", "N17"), "mask", "token_law")

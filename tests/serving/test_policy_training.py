@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 
+from assay.agents.transcript import Transcript
 from assay.cli import run
 from assay.client import ClientTrajectory, Policy, trajectory
 from assay.errors import GuardStop, UsageError
@@ -28,7 +29,7 @@ from assay.zoo import catalogue
 from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
-LAWS = ("version", "every_turn", "token_law", "episode_rewards", "episode_kinds", "identity", "movement")
+LAWS = ("version", "every_turn", "conversations", "token_law", "episode_rewards", "episode_kinds", "identity", "movement")
 INSERTED = ("inserted_tokens", "inserted_ids")  # before the first update
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
 
@@ -212,6 +213,40 @@ def test_a_history_that_the_client_rewrote_begins_a_sequence_in_which_it_is_not_
     assert len(second) == len(sequences[1].turns[0].ids)
     assert "never said" in policy.model.tokenizer.decode(sequences[1].ids)
     assert first.content is not None
+
+
+@pytest.mark.parametrize("lost", ["branch", "hear"])
+def test_a_turn_that_was_sampled_after_another_text_than_its_request_carried_is_not_trained_on(policy, url, monkeypatch, lost):
+    def noted(self, messages, pieces):
+        self.messages += messages
+
+    made, before = [], policy.model.engine.version
+    asked = [{"role": "user", "content": "hi"}]
+    monkeypatch.setattr(Transcript, lost, noted)
+    for seed in range(2):
+        with trajectory(url, reward=float(seed)) as each:
+            said = {"role": "assistant", "content": say(url, each, asked, seed=seed).choices[0].message.content}
+            say(url, each, [*asked, said if lost == "hear" else {**said, "content": "never said"}, *asked], seed=seed)
+        made.append(each.id)
+    with pytest.raises(GuardStop, match=r"not trained: conversations: .* was not heard"):
+        policy.learn([made])
+    assert policy.model.engine.version == before
+
+
+def test_a_call_that_the_client_adds_to_what_was_said_is_shown_as_one_and_trained_on(policy, url):
+    """In this format earlier calls are shown as text."""
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    made = []
+    for seed in range(2):
+        with trajectory(url, reward=float(seed)) as each:
+            asked = [{"role": "user", "content": "hi"}]
+            said = say(url, each, asked, seed=seed, tools=[ADD]).choices[0].message.model_dump(exclude_none=True)
+            more = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "content": "3", "tool_call_id": "a1b2c3d4e"}]
+            say(url, each, [*asked, said, *more], seed=seed, tools=[ADD])
+        made.append(each.id)
+        assert '"arguments": {"a": 1, "b": 2}' in policy.model.tokenizer.decode(policy.find(each.id).sampled[1].prompt)
+    assert Policy(url).train([made])["trained"] == 2
 
 
 def test_room_is_asked_for_by_the_ids_that_were_sampled_and_not_by_their_text(policy, url):

@@ -15,6 +15,7 @@ REASONS = {
     "agent's conversations with tools all crash": "episodes with tools are not learned from",
     "agent's update that changes no weight": "changed none of its weights",
     "branch of an agent's conversation lost": "a branch was lost",
+    "agent's rewritten conversation not heard": "was not heard",
     "agent's own words taken for the policy's": "that the policy did not sample",
     "agent's conversation rendered and encoded again": "as they were sampled",
     "served prefix cache of the weights before": "sampler and trainer differ",
