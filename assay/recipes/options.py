@@ -110,7 +110,7 @@ class Pretrain:
                                                          group="optimizer", default="wsd")
     warmup_steps: int = option("steps over which the learning rate warms up", group="optimizer", least=0, default=40)
     decay_ratio: float = option("with wsd: share of the run over which the learning rate decays",
-                                group="optimizer", least=0, most=1, default=0.5)
+                                group="optimizer", least=0, most=1, default=0.75)
     max_grad_norm: float = option("clip gradients to this norm", group="optimizer", above=0, default=1.0)
     gradient_checkpointing: bool = option(CHECKPOINTING_HELP, group="memory", default=False)
     dtype: Literal["fp32", "bf16", "fp16"] | None = option(DTYPE_HELP, group="memory", default=None,
