@@ -44,6 +44,7 @@ from assay.guard.policy_identity import (
 )
 from assay.guard.served_conversations import HeardRequest, as_shown, check_heard, hear_request
 from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_kinds, check_token_law
+from assay.guard.update_rows import SaidSoFar, added_rows, check_calls, check_update_rows, said_so_far
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
 from assay.learn.optim import adamw
@@ -259,8 +260,9 @@ class ServedPolicy:
         whole = Counter(sequence.ids for each, counts in zip(every, counted, strict=True) if counts for sequence in each.sequences)
         law = check_token_law(batch, sampled, whole, stop_ids=self.model.engine.stop_ids, cap=0)  # a client caps each turn as it likes
         paid = check_episode_rewards(every, [reward for group in rewards for reward in group], self.given)
+        heard = [each.heard for group in opened for each in group]
         asked = check_heard([(each.heard, each.sampled) for group in opened for each in group], self.model.tokenizer)
-        verdicts = [version, check_every_turn(sampled, every), asked, law, paid, self._check_kinds(every)]
+        verdicts = [version, check_every_turn(sampled, every), asked, law, paid, self._check_kinds(every), check_calls(every, heard)]
         _stop_training_if_refuted(verdicts)  # first: what is not as it was sampled need not even have a log-probability
         verdicts.append(self._check_identity(batch, every))
         if self.updates == 0:
@@ -305,6 +307,7 @@ class ServedPolicy:
         old = fingerprint(self.weights)
         (step,) = train(self.weights, self.optimizer, [batch], policy_gradient(self.asked), micro=MICRO_ROWS, start=self.updates)
         before, new = self.model.engine.version, fingerprint(self.weights)
+        said = self._said_so_far()
         verdicts = [*verdicts, self._check_moved(old, new), *self._check_base()]
         self.updates += 1
         self.model.engine.load(version_name(self.updates, new))
@@ -317,14 +320,33 @@ class ServedPolicy:
         told = {"update": self.updates, "trained": len(every), "tokens": sum(each.tokens for each in every), "loss": float(step.loss),
                 "grad_norm": float(step.grad_norm), "before": before, "version": self.model.engine.version, "dropped": len(left),
                 "verdicts": [verdict.to_json() for verdict in verdicts]}
+        recorded = self._write_rows(told, every, left, said)
+        if self.save_steps and self.updates % self.save_steps == 0:
+            self.save()
+        return told | {"verdicts": [verdict.to_json() for verdict in (*verdicts, recorded)]}
+
+    def _said_so_far(self) -> dict[str, SaidSoFar]:
+        """What was said in each trajectory under the weights as they are."""
+        every = list(self.trajectories.values())
+        return {each.id: said_so_far(each.sampled, each.heard, self.given.get(each.id, ()), speaking=each.speaking)
+                for each in every if each.sampled and not each.dropped}
+
+    def _write_rows(self, told: Mapping[str, Any], every: Sequence[Trajectory], left: Sequence[Mapping[str, Any]],
+                    said: Mapping[str, SaidSoFar]) -> Verdict:
+        """Write down an update, the trajectories that it learned from, and those that it dropped; what was written is read back."""
         rows = [{"update": self.updates, "id": each.episode, "reward": each.reward, "error": each.error, "sequences": [
             {"ids": list(one.ids), "sampled": list(one.sampled), "logprobs": list(one.logprobs)} for one in each.sequences]}
             for each in every]
-        append_json_rows(self.folder / "trajectories.jsonl", [*rows, *left])
-        append_json_rows(self.folder / "updates.jsonl", [told])
-        if self.save_steps and self.updates % self.save_steps == 0:
-            self.save()
-        return told
+        files = self.folder / "trajectories.jsonl", self.folder / "updates.jsonl"
+        ends = [file.stat().st_size if file.exists() else 0 for file in files]
+        append_json_rows(files[0], [*rows, *left])
+        append_json_rows(files[1], [told])
+        written, updates = map(added_rows, files, ends)
+        found = check_update_rows(told, updates, written, said, {each.episode for each in every})
+        if found.outcome is Outcome.REFUTED:
+            self.model.broken = f"what is written of an update of {self.model.name!r} is wrong: {found.reason}; start again"
+            raise GuardStop(f"not recorded: {found.check}: {self.model.broken}")
+        return found
 
     def _check_moved(self, old: str, new: str) -> Verdict:
         """An update that leaves the weights as they were would be served, and saved, as one that was learned from."""

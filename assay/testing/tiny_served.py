@@ -51,7 +51,7 @@ def run_rounds(serving: EngineThread, policy: ServedPolicy, url: str) -> list[Ve
         except RequestRefused as error:
             return [*verdicts, refuted(REFUSALS.get(error.code or "", error.code or "refused"), str(error))]
         except GuardStop as error:
-            check, _, reason = str(error).removeprefix("not trained: ").partition(": ")
+            check, _, reason = str(error).removeprefix("not trained: ").removeprefix("not recorded: ").partition(": ")
             return [*verdicts, refuted(check, reason)]
         verdicts += [Verdict(each["check"], Outcome(each["outcome"]), each["reason"], each["evidence"]) for each in told["verdicts"]]
     return verdicts

@@ -11,7 +11,7 @@ from assay.data.batch import Batch
 from assay.generate.engine import Engine
 from assay.model.attention import PADDING
 from assay.serving import policy_training
-from assay.serving.policy_training import OpenTrajectory
+from assay.serving.policy_training import OpenTrajectory, ServedPolicy
 from assay.testing import tiny_served
 from assay.testing.fault_injection import fault, in_place_of, together
 from assay.testing.tiny_served import a_served_policy
@@ -55,10 +55,14 @@ def tools_crash(folder: Any) -> Any:
         else:
             tiny_served.post(url, f"/trajectories/{name}/close", {"error": "the tool raised"})
 
-    def with_a_call(usual: Any, self: OpenTrajectory) -> Trajectory:
-        return replace(usual(self), calls=int(self.error == "the tool raised"))
+    def with_a_call(usual: Any, self: ServedPolicy, name: str, reward: float | None, error: str | None) -> None:
+        usual(self, name, reward, error)
+        if error == "the tool raised":  # this model calls none of its own accord
+            found = self.find(name)
+            found.calls, last = 1, found.heard[-1]
+            last.tools, last.turn = ({},), {**(last.turn or {}), "tool_calls": [{}]}
 
-    return together(in_place_of(tiny_served, "pay")(paid_or_closed)(folder), in_place_of(OpenTrajectory, "finished")(with_a_call)(folder))
+    return together(in_place_of(tiny_served, "pay")(paid_or_closed)(folder), in_place_of(ServedPolicy, "close")(with_a_call)(folder))
 
 
 @served_fault("agent's update that changes no weight", ("N39",), "update", "movement")
@@ -107,6 +111,28 @@ def turns_cut_short(usual: Any, self: OpenTrajectory) -> Trajectory:
 
     found = usual(self)
     return replace(found, sequences=tuple(TokenSequence(again(sequence.pieces)) for sequence in found.sequences))
+
+
+@served_fault("agent's update written down twice", ("N39",), "record", "update_rows")
+@in_place_of(policy_training, "append_json_rows")
+def written_twice(usual: Any, path: Any, rows: Any) -> None:
+    """Whoever counts the updates, or draws their curve, sees two."""
+    usual(path, [*rows] * (1 + (path.name == "updates.jsonl")))
+
+
+@served_fault("agent's dropped conversation not written down", ("N16", "W01"), "record", "update_rows")
+@in_place_of(ServedPolicy, "_drop")
+def nobody_dropped(usual: Any, self: ServedPolicy, named: Any) -> list[Any]:
+    """What an update made unusable is forgotten, as if every conversation had been learned from."""
+    usual(self, named)
+    return []
+
+
+@served_fault("agent's calls counted that nobody made", ("N16",), "record", "calls")
+@in_place_of(OpenTrajectory, "finished")
+def one_call_each(usual: Any, self: OpenTrajectory) -> Trajectory:
+    """Every conversation counts as one with tools, so that none without is missed."""
+    return replace(usual(self), calls=1)
 
 
 @served_fault("served prefix cache of the weights before", ("N26", "R06"), "sync", "identity")

@@ -39,7 +39,7 @@ def main(script: str, words: list[str]) -> int:
 
 def refused(message: str) -> int:
     print(message, file=sys.stderr)
-    return 4 if "not trained: " in message else 1
+    return 4 if "not trained: " in message or "not recorded: " in message else 1
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from assay.cli import run
 from assay.client import ClientTrajectory, Policy, trajectory
 from assay.errors import GuardStop, UsageError
 from assay.generate.generation_request import Completion
+from assay.guard.update_rows import calls_and_faults, check_calls
 from assay.recipes.options import Trained
 from assay.serving import policy_training
 from assay.serving.engine_thread import EngineThread, ServerSize
@@ -25,11 +26,13 @@ from assay.serving.policy_training import ServedPolicy
 from assay.serving.server import serve_in_background
 from assay.store.artifact import build_model, open_artifact
 from assay.testing.tiny_models import nudge, save_model, tiny_model
+from assay.verdict import Outcome
 from assay.zoo import catalogue
 from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
-LAWS = ("version", "every_turn", "conversations", "token_law", "episode_rewards", "episode_kinds", "identity", "movement")
+LAWS = ("version", "every_turn", "conversations", "token_law", "episode_rewards", "episode_kinds", "calls", "identity", "movement",
+        "update_rows")
 INSERTED = ("inserted_tokens", "inserted_ids")  # before the first update
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
 
@@ -247,6 +250,50 @@ def test_a_call_that_the_client_adds_to_what_was_said_is_shown_as_one_and_traine
         made.append(each.id)
         assert '"arguments": {"a": 1, "b": 2}' in policy.model.tokenizer.decode(policy.find(each.id).sampled[1].prompt)
     assert Policy(url).train([made])["trained"] == 2
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda name, rows: [*rows, *rows], r"2 rows are in updates.jsonl|stands 2 times"),
+    (lambda name, rows: [] if name == "updates.jsonl" else rows, "0 rows are in updates.jsonl"),
+    (lambda name, rows: rows[1:] if name == "trajectories.jsonl" else rows, "are not in trajectories.jsonl"),
+    (lambda name, rows: [{**row, "kind": "with tools"} if "kind" in row else row for row in rows], "written down as with tools"),
+    (lambda name, rows: [{**row, "dropped": "late"} if "sequences" in row else row for row in rows], "dropped, and"),
+    (lambda name, rows: [{**row, "reward": 0.5} if "id" in row else row for row in rows], "with the reward 0.5"),
+    (lambda name, rows: [{**row, "loss": 0.5} if "loss" in row else row for row in rows], "which says what the client is told"),
+    (lambda name, rows: [{**row, "sequences": row["sequences"][:1]} if "sequences" in row else row for row in rows], "sampled ids"),
+    (lambda name, rows: [{**row, "id": "x"} if "kind" in row else row for row in rows], "are not in trajectories.jsonl"),
+])
+def test_an_update_that_is_written_down_otherwise_than_it_was_ends_the_policy(policy, url, monkeypatch, wrong, words):
+    usual = policy_training.append_json_rows
+    talk(url, 1.0, 5, turns=1)  # in no group
+    made = []
+    for seed in range(2):
+        with trajectory(url, reward=float(seed)) as each:
+            for content in ("hi", "no, this"):
+                say(url, each, [{"role": "user", "content": content}], seed=seed)
+        made.append(each.id)
+    monkeypatch.setattr(policy.model, "broken", None)  # afterwards too
+    monkeypatch.setattr(policy_training, "append_json_rows", lambda path, rows: usual(path, wrong(path.name, [*rows])))
+    with pytest.raises(GuardStop, match=f"not recorded: update_rows: .*({words}).*; start again"):
+        policy.learn([made])
+    assert "is wrong" in policy.model.broken
+
+
+def test_calls_and_faults_are_counted_over_all_turns(policy, url):
+    """Those that were sampled here hold none; a turn that cannot be read is said for the policy."""
+    with trajectory(url, reward=1.0) as made:
+        asked, faulty = [{"role": "user", "content": "hi"}], "<tool_call>no</tool_call>"
+        for text in (faulty, faulty, "seven"):
+            policy.begin_turn(made.id, read_chat({"model": "policy", "messages": asked, "tools": [ADD]}), policy.model)
+            ids = tuple(policy.model.tokenizer.encode(text))
+            said = {"role": "assistant", "content": text}
+            policy.end_turn(made.id, Completion(ids, (-1.0,) * len(ids), "length", policy.model.engine.version), said, "there")
+            asked = [*asked, said, {"role": "user", "content": "and?"}]
+    found = policy.find(made.id)
+    assert (found.calls, found.faults) == calls_and_faults(found.heard) == (0, 2)
+    assert check_calls([found.finished()], [found.heard]).outcome is Outcome.PROVEN
+    for wrong in ({"faults": 0}, {"faults": 1}, {"calls": 1}):
+        assert "turn by turn there are 0 and 2" in check_calls([replace(found.finished(), **wrong)], [found.heard]).reason
 
 
 def test_room_is_asked_for_by_the_ids_that_were_sampled_and_not_by_their_text(policy, url):

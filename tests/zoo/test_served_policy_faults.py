@@ -18,6 +18,9 @@ REASONS = {
     "agent's rewritten conversation not heard": "was not heard",
     "agent's own words taken for the policy's": "that the policy did not sample",
     "agent's conversation rendered and encoded again": "as they were sampled",
+    "agent's update written down twice": "2 rows are in updates.jsonl, where one is due",
+    "agent's dropped conversation not written down": "are not in trajectories.jsonl",
+    "agent's calls counted that nobody made": "turn by turn there are 0 and 0",
     "served prefix cache of the weights before": "sampler and trainer differ",
 }
 
