@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +125,8 @@ def shard_file_name(stem: str, part: int, parts: int) -> str:
 
 def write_index(folder: Path, shards: Mapping[str, FileFacts], stem: str) -> dict[str, FileFacts]:
     """Write the index of shards (which file holds each tensor), as transformers reads it; returns its facts by its name. A tensor in two
-    files is refused."""
+    files is refused, and files that are not numbered from 1 to as many as there are."""
+    _require_numbered(folder, sorted(shards), stem)
     weight_map: dict[str, str] = {}
     for file, facts in shards.items():
         if twice := weight_map.keys() & facts.tensors.keys():
@@ -136,6 +137,13 @@ def write_index(folder: Path, shards: Mapping[str, FileFacts], stem: str) -> dic
     index_path = folder / f"{stem}.safetensors.index.json"
     data = canonical_json({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, where=str(index_path), indent=1)
     return {index_path.name: FileFacts(durable.write_file(index_path, [data]), len(data))}
+
+
+def _require_numbered(folder: Path, names: Sequence[str], stem: str) -> None:
+    due = [f"{stem}-{part:05d}-of-{len(names):05d}.safetensors" for part in range(1, len(names) + 1)]
+    if [*names] not in ([f"{stem}.safetensors"], due):
+        raise ArtifactError(f"{folder}: the files of {stem} that were written are {', '.join(names)}; due are {', '.join(due)}: a part is "
+                            "missing, or has another's number; nothing was saved")
 
 
 def read_folder_tensors(folder: Path, expected: Mapping[str, FileFacts] | None = None,

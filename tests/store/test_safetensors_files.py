@@ -14,7 +14,16 @@ import torch
 from assay.errors import ArtifactError, UsageError
 from assay.seeds import generator
 from assay.store import durable, safetensors_files
-from assay.store.safetensors_files import inside, read_folder_tensors, read_safetensors_header, read_tensors, write_sharded, write_tensors
+from assay.store.safetensors_files import (
+    FileFacts,
+    inside,
+    read_folder_tensors,
+    read_safetensors_header,
+    read_tensors,
+    write_index,
+    write_sharded,
+    write_tensors,
+)
 from tests.store.headers import assembled
 
 DTYPES = list(safetensors_files.SAFETENSORS_DTYPES.values())
@@ -246,6 +255,14 @@ def test_shards_read_back_together(sharded: Path, weights: dict[str, torch.Tenso
     read = read_folder_tensors(sharded)
     assert read.keys() == weights.keys()
     assert all(same_bits(read[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("parts", [(2, 3), (-1, 0), (0, 1), (1, 3), (1,)])
+def test_an_index_is_written_over_parts_from_one_to_as_many_as_there_are_and_over_no_others(tmp_path: Path, parts) -> None:
+    named = {f"model-{part:05d}-of-00002.safetensors": FileFacts("", 0) for part in parts}
+    with pytest.raises(ArtifactError, match=r"due are model-00001-of-0000\d.*nothing was saved"):
+        write_index(tmp_path, named, "model")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_fits_one_file_is_one_file(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
