@@ -50,6 +50,8 @@ from assay.store.checkpoint import step_folder
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
+POLICY_EVALUATED_EVERY = 20  # steps, where no --save-steps is given
+
 
 def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
     """Run GRPO: load, preflight, then sample, reward, train, evaluate and save; hand over the best. The same command resumes an
@@ -79,11 +81,9 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
         own = sampler_of(start.model, device=config.sampler_device, lags=config.max_staleness > 0)  # evaluations sample with this one
         sampler = own if config.vllm_server_base_url is None else remote_sampler(config, start, prompts, run, longest)
         layout = layout_of(device, config.micro_batch_size, longest, start.model.config.max_length)
-        save_every = whole_rollouts(config.save_steps, config.num_iterations)
-        eval_every = whole_rollouts(config.eval_steps or config.save_steps, config.num_iterations)
+        saves, eval_every = save_plan(config, prompts.steps)
         trainer = Trainer(run, start.weights, optimizer, objective, schedule, micro=layout.rows, clip=config.max_grad_norm,
-                          saves=SavePlan(save_every, prompts.steps, config.save_minutes), steps_before=start.steps_before,
-                          steady=False, world=world)
+                          saves=saves, steps_before=start.steps_before, steady=False, world=world)
         collector = rollout_collector(config, prompts, sampler, rewards, run, asked, layout)
         ahead = RolloutsAhead(config, collector, prompts.order, run)
         evaluator = held_out_evaluator(config, run, start, prompts, rewards, device, evaluation_plan(config, prompts, schedule, eval_every))
@@ -132,7 +132,7 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                 say_not_bit_exact(run, rewards.judge)
             if config.beta:
                 reference = Reference(trainer.sampled_weights(), run, layout, device=device, window=config.kl_window,
-                                      every=save_every if config.kl_window else NEVER)
+                                      every=saves.every if config.kl_window else NEVER)
                 reference.follow(trainer.done)
                 run.judge(Event.REFERENCE, [check_same_reference(reference, recorded.get("reference"))])
 
@@ -159,6 +159,8 @@ def grpo(config: Grpo, say: Callable[[str], None] = print_line) -> RunOutcome:
                                    **(measured or {}), **({"prompts_digest": collector.prompts_digest(rollout)} if first else {}))
                 if trainer.save_due() or trainer.done % eval_every == 0:
                     floor = save(evaluate=trainer.done % eval_every == 0)
+                elif trainer.extra_save_due():
+                    floor = save(evaluate=False)
             trainer.end_loop()
             record_use(run, start.memory, device)
             if run.interrupted is not None and trainer.saved != trainer.done:
@@ -325,7 +327,7 @@ def refuse_unclear_grpo(config: Grpo) -> None:
     if config.advantage_estimator != "grpo" and config.scale_rewards != "group":
         raise UsageError(f"--scale-rewards {config.scale_rewards} with --advantage-estimator {config.advantage_estimator}, which has a "
                          "scale of its own; leave it out")
-    if config.kl_window and not (config.beta and config.save_steps):
+    if config.kl_window and not (config.beta and config.save_steps != 0):
         raise UsageError("--kl-window: the reference trails from checkpoint to checkpoint; it needs --beta and --save-steps above 0")
     least = min(config.refill, config.overlong_buffer, config.kl_window, config.samples)
     if least < 0 or config.overlong_buffer > config.max_completion_length:
@@ -381,6 +383,17 @@ def grpo_schedule(config: Grpo, prompts: PromptData) -> Schedule:
 def longest_sequence(config: Grpo, prompts: PromptData, rewards: Rewards | EnvironmentTasks) -> int:
     """The most tokens of a sequence that is sampled and trained on in one row."""
     return config.max_completion_length + prompts.longest if isinstance(rewards, Rewards) else rewards.longest(prompts)
+
+
+def save_plan(config: Grpo, last: int) -> tuple[SavePlan, int]:
+    """Save plan, and the steps between evaluations, both in whole rollouts. Without --save-steps the cost of saving decides, unless a
+    reference trails from checkpoint to checkpoint.
+    """
+    asked = POLICY_EVALUATED_EVERY if config.save_steps is None else config.save_steps
+    evaluated = whole_rollouts(config.eval_steps or asked, config.num_iterations)
+    paced = config.save_steps is None and not config.kl_window
+    every = evaluated if paced else whole_rollouts(asked, config.num_iterations)
+    return SavePlan(every, last, config.save_minutes, paced=paced), evaluated
 
 
 def whole_rollouts(steps: int, inner: int) -> int:

@@ -118,9 +118,11 @@ class Grpo(Trained):
     warmup_steps: int = option("steps over which the learning rate warms up", group="optimizer", least=0, default=5)
     decay_ratio: float = option("with wsd: share of the run over which the learning rate decays",
                                 group="optimizer", least=0, most=1, default=0.1)
-    save_steps: int = option("steps between checkpoints; the first is after step 1; 0: only the first and the last",
-                             group="checkpoints", least=0, default=20)
-    eval_steps: int = option("steps between evaluations on held-out prompts, each with a checkpoint; 0: as --save-steps",
+    save_steps: int | None = option("steps between checkpoints, each with an evaluation; the first is after step 1; 0: only the first and "
+                                    "the last", group="checkpoints", least=0, default=None,
+                                    default_text="an evaluation every 20, and checkpoints as often as saving takes at most 2 % of the "
+                                                 "time, at least every 30 minutes; with --kl-window 20")
+    eval_steps: int = option("steps between evaluations on held-out prompts; with --save-steps each has a checkpoint; 0: as --save-steps",
                              group="evaluation", least=0, default=0)
     num_generations_eval: int | None = option("completions sampled for each held-out prompt, at --temperature; 0: one, greedy",
                                               group="evaluation",

@@ -105,20 +105,29 @@ class PromptEvaluator:
         return -self.history.at(step)
 
     def best_step(self) -> int:
-        """The highest mean among those that have learned: kept while the run goes on, and not yet said to be better than the others."""
-        history = self.history
-        return history.steps[1 + choose_best(history.losses[1:]).best] if len(history.losses) > 1 else 0
+        """The highest mean among those that have learned and whose weights are kept, in a checkpoint or in memory until they are: kept
+        while the run goes on, and not yet said to be better than the others."""
+        kept = [step for step in self.history.steps[1:] if step not in self.run.unsaved]
+        return kept[choose_best([self.history.at(step) for step in kept]).best] if kept else 0
 
     def chosen(self) -> tuple[int, str]:
         """The step that is handed over, and why: the last, unless the one with the highest mean is shown to be better than it."""
         last, best, looks = self.history.steps[-1], self.best_step(), len(self.history.steps) - 1
         if best == last:
-            return last, "the last evaluation has the highest mean"
+            return last, "the last evaluation has the highest mean" + self._not_kept(best)
         effect = paired_effect(self.scores_at(best), self.scores_at(last))
         p = min(1.0, effect.p * max(1, looks - 1))
         words = (f"step {best} scored {effect.mean:.4f} more than the last, step {last}, on {effect.n} prompts (p = {p:.2g}, as the "
                  f"highest of {looks})")
+        words += self._not_kept(best)
         return (best, f"{words}: shown") if p < LEVEL and effect.mean > 0 else (last, f"{words}: not shown, so the last is handed over")
+
+    def _not_kept(self, best: int) -> str:
+        """Words for the step that scored more than the best whose weights are kept, where there is one."""
+        lost = max(self.run.unsaved.keys() & set(self.history.steps), key=lambda step: self.scores_at(step).mean(), default=None)
+        if lost is None or self.scores_at(lost).mean() <= self.scores_at(best).mean():
+            return ""
+        return f" of those that were kept; step {lost} scored {self.scores_at(lost).mean():.4f} and was not: {self.run.unsaved[lost]}"
 
     @property
     def latest_step(self) -> int | None:

@@ -58,6 +58,17 @@ def left_by(config: Pretrain, steps: int = STEPS) -> dict[str, Any]:
     return {"tensors": last.manifest["tensors"], "trainer": trainer, "metrics": metrics, "eval": rows(out / "eval.jsonl")}
 
 
+class Now:
+    """A clock that goes by so many seconds each time it is looked at."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.seconds, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.seconds += self.tick
+        return self.seconds
+
+
 def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -19,18 +19,19 @@ from assay.generate.engine import Engine
 from assay.generate.generation_request import Completion
 from assay.model.attention import PADDING
 from assay.recipes import grpo as recipe
-from assay.recipes import prompt_evaluator, reference
+from assay.recipes import prompt_evaluator, reference, trainer
 from assay.recipes.prompt_evaluator import Answered, PromptEvaluator
 from assay.recipes.prompts import Prompt, PromptOrder, asked, read_prompts
 from assay.recipes.reference import Reference
 from assay.recipes.rewards import Group, reading_metrics
 from assay.recipes.rollout_batch import Layout, Packed
 from assay.recipes.rollouts import RolloutCollector, RolloutHistory, Sampler
+from assay.recipes.save_pace import MOST_APART, SavePace
 from assay.recipes.trainer import Trainer
 from assay.store.checkpoint import open_checkpoint, step_folder, step_folders
 from assay.testing.tiny_models import tiny_tokenizer
 from assay.verdict import Outcome
-from tests.recipes.sittings import rows
+from tests.recipes.sittings import Now, rows
 from tests.recipes.sums import Believer, events, left_by, options, reinforced, steps_of, unproven, write
 from tests.refusals import stopped_by
 
@@ -236,6 +237,43 @@ def test_torn_away_after_a_step_and_resumed_is_the_same(whole: Path, tmp_path: P
             recipe.grpo(cut, lambda _: None)
     reinforced(cut)
     assert left_by(cut, 4) == left_by(uncut, 4)
+
+
+def saves(config: Any) -> list[int]:
+    return [event["step"] for event in events(config, "save")]
+
+
+def test_when_it_saves_changes_nothing_that_it_learns(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without --save-steps the clock decides; here it stands still, or half an hour goes by at every look."""
+    told = options(adapter, tmp_path / "told", save_steps=1, max_steps=6)
+    reinforced(told)
+    for name, tick in (("slow", 1e-9), ("quick", MOST_APART)):
+        monkeypatch.setattr(trainer, "SavePace", lambda tick=tick: SavePace(Now(tick)))
+        config = options(adapter, tmp_path / name, save_steps=None, eval_steps=1, max_steps=6)
+        reinforced(config)
+        scores = {row["step"]: -sum(row["per_document"]) for row in rows(tmp_path / name / "eval.jsonl")}
+        best = max(list(scores)[1:], key=lambda step: (scores[step], -step))
+        assert set(saves(config)) == {0, 1, best, 6} if name == "slow" else saves(config) == [0, 1, 2, 3, 4, 5, 6]
+        assert left_by(config, 6) == left_by(told, 6)
+    between = options(adapter, tmp_path / "between", save_steps=None, eval_steps=3, max_steps=6)
+    reinforced(between)
+    assert saves(between) == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(tmp_path / "between" / "eval.jsonl")] == [0, 3, 6]
+    assert left_by(between, 6)["tensors"] == left_by(told, 6)["tensors"]
+
+
+def test_a_best_that_was_not_kept_is_not_chosen_and_is_said(tmp_path: Path):
+    run = SimpleNamespace(folder=tmp_path, checkpoints=tmp_path, unsaved={2: "there was no room"}, spent=None)
+    evaluator = PromptEvaluator(run, [], SimpleNamespace(metric=SimpleNamespace(name="score")), None, 1)  # type: ignore[arg-type]
+    for step, score in ((0, 0.0), (1, 0.25), (2, 1.0), (3, 0.5)):
+        evaluator.history.add(step, -np.full(8, score), 0.0, None)
+    assert evaluator.best_step() == 3
+    assert evaluator.best_checkpoint() == step_folder(tmp_path, 3)
+    assert evaluator.chosen() == (3, "the last evaluation has the highest mean of those that were kept; step 2 scored 1.0000 and was not: "
+                                     "there was no room")
+    run.unsaved.clear()
+    assert evaluator.best_step() == 2
+    assert evaluator.chosen()[0] == 2
 
 
 def test_rewards_that_never_differ_move_nothing_and_are_no_fault(adapter: Path, tmp_path: Path):

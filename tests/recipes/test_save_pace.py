@@ -22,18 +22,7 @@ from assay.report.run_record import read_run
 from assay.store import durable, saving
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.store.saving import Contents, owned_contents
-from tests.recipes.sittings import EVERY, STEPS, Strike, events, in_a_fork, left_by, options, rows, saved_steps, sit
-
-
-class Now:
-    """A clock that goes by so many seconds each time it is looked at."""
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.seconds, self.tick = 0.0, tick
-
-    def __call__(self) -> float:
-        self.seconds += self.tick
-        return self.seconds
+from tests.recipes.sittings import EVERY, STEPS, Now, Strike, events, in_a_fork, left_by, options, rows, saved_steps, sit
 
 
 def rested(pace: SavePace) -> None:
