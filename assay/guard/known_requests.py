@@ -52,7 +52,8 @@ ONE_OF = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA
 
 class KnownRequest(NamedTuple):
     path: str
-    body: Mapping[str, Any] | None  # None: GET
+    body: Mapping[str, Any] | None
+    method: str | None = None  # POST with a body, GET without one
 
 
 class KnownReply(NamedTuple):
@@ -128,6 +129,7 @@ def check_known_requests(ask: Ask, served: Sequence[ServedModel], *, slots: int,
         client.hear([texts(first), *map(one_text, served[1:]), *([chats_of(first), demanded_number(first), shown_tools(first)] if chats
                                                                  else [])])
         refusals(client, first, chats)
+        kept_models(client, first)
         listings(client, served, slots)
     except Misanswered as wrong:
         return refuted(CHECK, str(wrong))
@@ -365,8 +367,17 @@ def refusals(client: Client, served: ServedModel, chats: bool) -> None:
         error, kind = reply.body["error"], "not_found_error" if status == 404 else "invalid_request_error"
         require((error["param"], error["type"]) == (param, kind) and bool(error["message"]),
                 f"{path} with {json.dumps(change)[:200]} is refused as {error}; {param!r} is wrong with it")
+        require(not error["message"].endswith(": None"), f"{path} with {json.dumps(change)[:200]} is refused without a reason: {error}")
         require(change is not too_long or f"{served.length + 1} tokens" in error["message"],
                 f"where nobody says how many, {USUAL_NEW} tokens of a text are due; a prompt with room for one less is refused as {error}")
+
+
+def kept_models(client: Client, served: ServedModel) -> None:
+    """Nothing is said to be retired that is not: neither a model that nobody serves, nor the one that the server began with."""
+    for name, status in ((f"no-{served.name}", 404), (served.name, 409)):
+        reply, = client.send([KnownRequest(f"/v1/adapters/{name}", None, "DELETE")])
+        require(reply.status == status, f"DELETE /v1/adapters/{name} is answered with {reply.status}, {status} is right: what is said to "
+                "be retired is not")
 
 
 def listings(client: Client, served: Sequence[ServedModel], slots: int) -> None:
@@ -390,7 +401,7 @@ def check_counts(client: Client, served: Sequence[ServedModel], slots: int) -> N
         ("completions", 0), ("slots", slots), ("model_broken", 0))}
     requests = Counter[str]()
     for (path, status), count in client.replies.items():
-        known = "/v1/models" if path.startswith("/v1/models") else path
+        known = next((each for each in ("/v1/models", "/v1/adapters") if path.startswith(each)), path)
         requests[f'assay_requests_total{{path="{known}",status="{status}"}}'] += count
     told = dict(line.rsplit(" ", 1) for line in str(client.get("/metrics")).splitlines() if not line.startswith("#"))
     for name, value in (due | requests).items():

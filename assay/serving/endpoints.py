@@ -99,6 +99,8 @@ class Endpoints:
     async def retire_adapter(self, request: "HttpRequest") -> "Response":
         name = request.path_params["name"]
         self.serving.retire(name)
+        if name in self.serving.models:
+            raise AssayError(f"{name!r} should be retired, and is still served; stop the server")
         return json_response(200, {"id": name, "object": "model", "deleted": True})
 
     def _policy(self) -> ServedPolicy:

@@ -66,7 +66,8 @@ async def _reply(app: Any, request: KnownRequest, token: str | None) -> KnownRep
 
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
     headers += [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
-    await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET" if request.body is None else "POST",
+    method = request.method or ("GET" if request.body is None else "POST")
+    await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
                "scheme": "http", "path": request.path, "raw_path": request.path.encode(), "query_string": b"", "root_path": "",
                "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, receive, send)
     kind = dict(sent[0]["headers"]).get(b"content-type", b"").decode()

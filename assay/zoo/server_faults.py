@@ -111,3 +111,9 @@ def always_the_first(usual: Any, self: EngineThread, name: str) -> Any:
 @in_place_of(EngineThread, "release")
 def never_released(_: Any, self: EngineThread, model: Any, members: int) -> None:
     """After a day the server is full, and nobody is served."""
+
+
+@server_fault("adapter said to be retired that stays")
+@in_place_of(EngineThread, "retire")
+def nobody_retires(usual: Any, self: EngineThread, name: str) -> None:
+    """Requests go on to weights that their owner took back."""

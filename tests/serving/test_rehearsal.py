@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from assay.cli import run
+from assay.errors import GuardStop
 from assay.guard.due_replies import PLAIN_SOFTMAX, due_row
 from assay.model.tokenizer import Tokenizer
-from assay.serving import server
+from assay.serving import endpoints, server
 from assay.serving.engine_thread import EngineThread, ServerSize
 from assay.serving.policy_training import ServedPolicy
 from assay.serving.rehearsal import rehearse
+from assay.serving.request_fields import RequestRefused
 from assay.testing.tiny_models import nudge, save_model, tiny_model, tiny_tokenizer
 from assay.testing.tiny_rehearsed import save_tool_model
 from assay.verdict import Outcome
@@ -80,6 +82,17 @@ def test_a_policy_that_learns_is_rehearsed_and_has_no_trajectories_of_it(folder,
         assert not policy.updates
     finally:
         serving.stop()
+
+
+def test_tools_that_are_refused_without_a_reason_end_the_start(tmp_path, monkeypatch):
+    """A template without a place for tools; the refusal names what is wrong with another."""
+    def refused(model, asked):
+        raise RequestRefused("tools are not supported by this model: None", param="tools", code="unsupported_parameter")
+
+    usual = endpoints.encoded_prompts
+    monkeypatch.setattr(endpoints, "encoded_prompts", lambda model, asked: (refused if asked.form.tools else usual)(model, asked))
+    with pytest.raises(GuardStop, match="refused without a reason"):
+        rehearsed(save_model(tmp_path / "m", nudge(tiny_model(), 0.3)).folder)
 
 
 def test_a_server_that_errs_does_not_listen(folder, capsys, tmp_path, monkeypatch):

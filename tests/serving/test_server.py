@@ -467,6 +467,16 @@ def test_an_event_loop_that_is_closed_does_not_end_the_engine(folders):
     assert not serving.failed
 
 
+def test_an_adapter_that_stays_is_not_said_to_be_retired(serving, url, folders, monkeypatch):
+    post(url, {"name": "a@stays", "path": str(folders["second"])}, "/adapters")
+    with monkeypatch.context() as patched:
+        patched.setattr(serving, "retire", lambda name: None)
+        told = WEB.delete(url + "/adapters/a@stays")
+    assert told.status_code == 500
+    assert "still served" in told.json()["error"]["message"]
+    assert WEB.delete(url + "/adapters/a@stays").json()["deleted"]
+
+
 def test_an_adapter_that_comes_back_while_it_finishes_is_held_once(folders):
     serving = EngineThread(ServerSize(slots=1, queue=1))
     serving.open("base", folders["base"])

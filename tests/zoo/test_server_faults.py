@@ -24,6 +24,7 @@ REASONS = {
     "tools left out of the prompt": "answered as another",
     "adapter's name answered by its base": "says of itself",
     "room of a request never given back": "says of its health",
+    "adapter said to be retired that stays": "what is said to be retired is not",
 }
 
 
