@@ -15,7 +15,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Policy:
 
     @contextlib.contextmanager
     def trajectory(self, reward: float | Callable[[ClientTrajectory], float] | None = None) -> Iterator[ClientTrajectory]:
-        made = ClientTrajectory(**self._post("/trajectories", {}))
+        made = ClientTrajectory(**self._post("/trajectories", {}, told=("id", "version")))
         try:
             yield made
             made.reward = _finite(made.reward if made.reward is not None else reward(made) if callable(reward) else reward, made.id)
@@ -54,13 +54,24 @@ class Policy:
             with contextlib.suppress(UsageError):  # nothing was said in it, or the server is gone: what the block raised matters more
                 self._post(f"/trajectories/{made.id}/close", {"error": f"{type(error).__name__}: {error}"[:500]})
             raise
-        self._post(f"/trajectories/{made.id}/close", {"reward": made.reward})
+        self._post(f"/trajectories/{made.id}/close", {"reward": made.reward}, told=("id", "closed"))
 
     def train(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
         """Train the policy: one update. What is not of the weights as they are now is refused, and nothing is learned."""
-        return self._post("/train", {"groups": [list(group) for group in groups]})
+        told = self._post("/train", {"groups": [list(group) for group in groups]}, told=("update", "trained", "version", "verdicts"))
+        if told["trained"] != sum(map(len, groups)):
+            raise UsageError(f"{self.url}/train: {sum(map(len, groups))} trajectories were given, {told['trained']} were learned from")
+        return dict(told)
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, path: str, body: dict[str, Any], told: Collection[str] = ()) -> Any:
+        """The reply, in which these fields must stand: another server answers anything, and a refusal is no answer."""
+        reply = self._send(path, body)
+        if not isinstance(reply, dict) or not reply.keys() >= {*told}:
+            raise UsageError(f"{self.url}{path} is answered with {str(reply)[:200]}, without {', '.join(told) or 'an object'}; is assay "
+                             "serve --train running there?")
+        return reply
+
+    def _send(self, path: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:

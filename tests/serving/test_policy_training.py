@@ -156,6 +156,25 @@ def test_of_two_clients_that_train_at_once_one_is_told_that_the_weights_moved(po
     assert sorted("come from version" in each for each in told) == [False, True]
 
 
+@pytest.mark.parametrize(("path", "reply"), [
+    ("/trajectories", None), ("/trajectories", {"id": "a"}), ("/close", None), ("/close", {}), ("/train", None), ("/train", {"loss": 1.0}),
+    ("/train", {"update": 1, "trained": 1, "version": "1", "verdicts": []})])
+def test_a_client_takes_no_other_answer_for_one(policy, url, monkeypatch, path, reply):
+    """As of a refusal that was swallowed, or of another server."""
+    def answered(self, at, body):
+        return reply if at.endswith(path) else usual(self, at, body)
+
+    def whole():
+        with trajectory(url, reward=1.0) as made:
+            say(url, made, [{"role": "user", "content": "hi"}])
+        Policy(url).train([[made.id, made.id]])
+
+    usual = Policy._send
+    monkeypatch.setattr(Policy, "_send", answered)
+    with pytest.raises(UsageError, match=r"is assay serve --train running|2 trajectories were given, 1 were learned from"):
+        whole()
+
+
 def test_a_checkpoint_comes_every_so_many_updates_and_is_the_policy_as_it_was_then(policy, url, monkeypatch):
     monkeypatch.setattr(policy, "save_steps", 1)
     Policy(url).train([[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)]])
