@@ -143,7 +143,7 @@ def test_a_request_that_makes_no_sense_is_refused(changed: dict[str, Any], words
 def evaluator_with(histories: list[list[float]], tmp_path: Path) -> PromptEvaluator:
     from types import SimpleNamespace
 
-    made = PromptEvaluator(SimpleNamespace(folder=tmp_path, checkpoints=tmp_path), (),  # type: ignore[arg-type]
+    made = PromptEvaluator(SimpleNamespace(folder=tmp_path, checkpoints=tmp_path, unsaved={}), (),  # type: ignore[arg-type]
                            SimpleNamespace(metric=SimpleNamespace(name="answer")), None, 1)  # type: ignore[arg-type]
     for number, scores in enumerate(histories):
         made.history._remember(10 * number, -np.array(scores), 0.0)
