@@ -48,7 +48,9 @@ def check_calls(trajectories: Sequence[Trajectory], heard: Sequence[Sequence[Hea
 
 
 def added_rows(path: Path, begin: int) -> list[WrittenRow]:
-    """Rows of a file from this place on."""
+    """Rows of a file from this place on; none where nobody wrote it."""
+    if not path.exists():
+        return []
     with path.open("rb") as file:
         file.seek(begin)
         return [json.loads(line) for line in file]

@@ -30,7 +30,7 @@ from assay.agents.episodes import SampledTurn
 from assay.agents.trajectory import Trajectory
 from assay.agents.transcript import ChatWriter, Transcript
 from assay.data.batch import Batch
-from assay.errors import DataError, GuardStop
+from assay.errors import DataError, GuardStop, StoreError
 from assay.generate.generation_request import Completion
 from assay.generate.sampler_weights import fingerprint, tensor_checksums
 from assay.guard.policy_identity import (
@@ -339,8 +339,12 @@ class ServedPolicy:
             for each in every]
         files = self.folder / "trajectories.jsonl", self.folder / "updates.jsonl"
         ends = [file.stat().st_size if file.exists() else 0 for file in files]
-        append_json_rows(files[0], [*rows, *left])
-        append_json_rows(files[1], [told])
+        try:
+            append_json_rows(files[0], [*rows, *left])
+            append_json_rows(files[1], [told])
+        except StoreError as error:
+            self.model.broken = f"an update of {self.model.name!r} could not be written down: {error}; start again"
+            raise
         written, updates = map(added_rows, files, ends)
         found = check_update_rows(told, updates, written, said, {each.episode for each in every})
         if found.outcome is Outcome.REFUTED:

@@ -193,7 +193,10 @@ def learns(words: list[str], answers: Answers) -> int:
                     try:
                         policy.train([refused_group])
                     except UsageError as error:
-                        answers[f"{name} {update}"] = re.sub(r"traj-\w+", "@", str(error).partition(": ")[2])
+                        why = str(error).partition(": ")[2]
+                        if not why:  # the client knows that it was refused, and not why
+                            return refused(str(error))
+                        answers[f"{name} {update}"] = re.sub(r"traj-\w+", "@", why)
     except UsageError as error:
         return refused(str(error))
     return subprocess.run(assay("prove", "run/checkpoints/step-000002")).returncode

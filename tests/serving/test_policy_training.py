@@ -15,7 +15,7 @@ import torch
 from assay.agents.transcript import Transcript
 from assay.cli import run
 from assay.client import ClientTrajectory, Policy, trajectory
-from assay.errors import GuardStop, UsageError
+from assay.errors import GuardStop, StoreError, UsageError
 from assay.generate.generation_request import Completion
 from assay.guard.update_rows import calls_and_faults, check_calls
 from assay.recipes.options import Trained
@@ -273,6 +273,7 @@ def test_a_call_that_the_client_adds_to_what_was_said_is_shown_as_one_and_traine
 
 @pytest.mark.parametrize(("wrong", "words"), [
     (lambda name, rows: [*rows, *rows], r"2 rows are in updates.jsonl|stands 2 times"),
+    (lambda name, rows: [], "0 rows are in updates.jsonl"),
     (lambda name, rows: [] if name == "updates.jsonl" else rows, "0 rows are in updates.jsonl"),
     (lambda name, rows: rows[1:] if name == "trajectories.jsonl" else rows, "are not in trajectories.jsonl"),
     (lambda name, rows: [{**row, "kind": "with tools"} if "kind" in row else row for row in rows], "written down as with tools"),
@@ -296,6 +297,17 @@ def test_an_update_that_is_written_down_otherwise_than_it_was_ends_the_policy(po
     with pytest.raises(GuardStop, match=f"not recorded: update_rows: .*({words}).*; start again"):
         policy.learn([made])
     assert "is wrong" in policy.model.broken
+
+
+def test_an_update_that_the_disk_has_no_room_for_ends_the_policy(policy, url, monkeypatch):
+    def full(path, rows):
+        raise StoreError(f"{path}: no space left on the device")
+
+    monkeypatch.setattr(policy.model, "broken", None)  # afterwards too
+    monkeypatch.setattr(policy_training, "append_json_rows", full)
+    with pytest.raises(StoreError, match="no space left"):
+        policy.learn([[talk(url, float(seed), seed, turns=1).id for seed in range(2)]])
+    assert "could not be written down" in policy.model.broken
 
 
 def test_calls_and_faults_are_counted_over_all_turns(policy, url):
