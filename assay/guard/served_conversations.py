@@ -56,15 +56,15 @@ def check_heard(trajectories: Iterable[tuple[Sequence[HeardRequest], Sequence[Sa
     for heard, sampled in trajectories:
         answered = [request for request in heard if request.turn is not None]
         if len(answered) != len(sampled):
-            return refuted("conversations", f"{len(sampled)} turns were sampled in a trajectory, and {len(answered)} of its requests were "
+            return refuted("heard", f"{len(sampled)} turns were sampled in a trajectory, and {len(answered)} of its requests were "
                            "answered")
         for request, turn in zip(answered, sampled, strict=True):
             if not says(turn.prompt, request.due, tokenizer):
                 shown = tokenizer.decode(turn.prompt)
-                return refuted("conversations", f"a turn was sampled after {shown[-200:]!r}, and its request carried "
+                return refuted("heard", f"a turn was sampled after {shown[-200:]!r}, and its request carried "
                                f"{request.due[-200:]!r}: what its client wrote was not heard, or not as the chat template has it")
         turns += len(sampled)
-    return proven("conversations", f"{turns} turns were sampled after the conversations that their requests carried", turns=turns)
+    return proven("heard", f"{turns} turns were sampled after the conversations that their requests carried", turns=turns)
 
 
 def says(prompt: Sequence[int], due: str, tokenizer: Tokenizer) -> bool:

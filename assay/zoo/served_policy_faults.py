@@ -84,7 +84,7 @@ def last_sequence(usual: Any, self: OpenTrajectory) -> Trajectory:
     return replace(found, sequences=found.sequences[-1:])
 
 
-@served_fault("agent's rewritten conversation not heard", ("N17",), "branch", "conversations")
+@served_fault("agent's rewritten conversation not heard", ("N17",), "branch", "heard")
 @in_place_of(Transcript, "branch")
 def old_text_answered(usual: Any, self: Transcript, messages: Any, pieces: Any) -> None:
     """No sequence begins where the client wrote the history anew: its words are noted, and the old text is answered once more."""

@@ -111,7 +111,7 @@ def plain_answers(words: list[str], answers: Answers) -> int:
         answers["same"] = [text_of(answers["streamed"], place) == choice["message"]["content"] for place, choice in
                            enumerate(ask(spoken, chat(seed=seed, n=2))["choices"])]
         text = ask(spoken, chat(seed=seed, max_completion_tokens=20))["choices"][0]["message"]["content"]
-        answers["stopped"] = ask(spoken, chat(seed=seed, max_tokens=20, stop=["never said", text[4:6]]))
+        answers["stopped"] = ask(spoken, chat(seed=seed, max_tokens=20, stop=["never said", text[4:6] or "nor this"]))
         history = [{"role": "system", "content": "Add."}, {"role": "user", "content": [{"type": "text", "text": "1+"}, {
             "type": "text", "text": "1="}]}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="}]
         answers["history"] = ask(spoken, chat(seed=seed, messages=history, return_token_ids=True))

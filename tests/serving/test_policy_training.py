@@ -31,7 +31,7 @@ from assay.zoo import catalogue
 from tests.serving.test_tools import ADD, TOOL_TEMPLATE, WEB, with_template
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
-LAWS = ("version", "every_turn", "conversations", "token_law", "episode_rewards", "episode_kinds", "calls", "identity", "movement",
+LAWS = ("version", "every_turn", "heard", "token_law", "episode_rewards", "episode_kinds", "calls", "identity", "movement",
         "update_rows")
 INSERTED = ("inserted_tokens", "inserted_ids")  # before the first update
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_agent.py"
@@ -250,7 +250,7 @@ def test_a_turn_that_was_sampled_after_another_text_than_its_request_carried_is_
             said = {"role": "assistant", "content": say(url, each, asked, seed=seed).choices[0].message.content}
             say(url, each, [*asked, said if lost == "hear" else {**said, "content": "never said"}, *asked], seed=seed)
         made.append(each.id)
-    with pytest.raises(GuardStop, match=r"not trained: conversations: .* was not heard"):
+    with pytest.raises(GuardStop, match=r"not trained: heard: .* was not heard"):
         policy.learn([made])
     assert policy.model.engine.version == before
 
