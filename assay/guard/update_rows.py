@@ -11,6 +11,7 @@ from typing import Any
 from assay.agents.episodes import SampledTurn
 from assay.agents.trajectory import Trajectory
 from assay.guard.served_conversations import HeardRequest
+from assay.store.checkpoint import MANIFEST
 from assay.verdict import Verdict, proven, refuted
 
 WrittenRow = Mapping[str, Any]
@@ -64,6 +65,15 @@ def check_update_rows(told: WrittenRow, updates: Sequence[WrittenRow], rows: Seq
     if wrong is not None:
         return refuted("update_rows", f"update {told['update']}: {wrong}")
     return proven("update_rows", f"update {told['update']} and {len(rows)} trajectories are written down, each once", rows=len(rows))
+
+
+def check_saved(folder: Path, updates: int, save_steps: int) -> list[Verdict]:
+    """Check that a checkpoint that is due after this many updates is there, whole; nothing where none is due."""
+    if not save_steps or updates % save_steps:
+        return []
+    if not (folder / MANIFEST).is_file():
+        return [refuted("saved", f"update {updates}: a checkpoint is due every {save_steps} updates, and {folder} is none")]
+    return [proven("saved", f"the checkpoint that is due after {updates} updates is written")]
 
 
 def _wrong_rows(told: WrittenRow, updates: Sequence[WrittenRow], rows: Sequence[WrittenRow], said: Mapping[str, SaidSoFar],

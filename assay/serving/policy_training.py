@@ -44,7 +44,7 @@ from assay.guard.policy_identity import (
 )
 from assay.guard.served_conversations import HeardRequest, as_shown, check_heard, hear_request
 from assay.guard.trajectory_checks import check_episode_rewards, check_every_turn, check_kinds, check_token_law
-from assay.guard.update_rows import SaidSoFar, added_rows, check_calls, check_update_rows, said_so_far
+from assay.guard.update_rows import SaidSoFar, added_rows, check_calls, check_saved, check_update_rows, said_so_far
 from assay.learn.advantage import group_advantages
 from assay.learn.loop import train
 from assay.learn.optim import adamw
@@ -323,7 +323,9 @@ class ServedPolicy:
         recorded = self._write_rows(told, every, left, said)
         if self.save_steps and self.updates % self.save_steps == 0:
             self.save()
-        return told | {"verdicts": [verdict.to_json() for verdict in (*verdicts, recorded)]}
+        saved = check_saved(self._step_folder(), self.updates, self.save_steps)
+        self._stop_if_unrecorded(saved)
+        return told | {"verdicts": [verdict.to_json() for verdict in (*verdicts, recorded, *saved)]}
 
     def _said_so_far(self) -> dict[str, SaidSoFar]:
         """What was said in each trajectory under the weights as they are."""
@@ -347,10 +349,14 @@ class ServedPolicy:
             raise
         written, updates = map(added_rows, files, ends)
         found = check_update_rows(told, updates, written, said, {each.episode for each in every})
-        if found.outcome is Outcome.REFUTED:
-            self.model.broken = f"what is written of an update of {self.model.name!r} is wrong: {found.reason}; start again"
-            raise GuardStop(f"not recorded: {found.check}: {self.model.broken}")
+        self._stop_if_unrecorded([found])
         return found
+
+    def _stop_if_unrecorded(self, verdicts: Sequence[Verdict]) -> None:
+        for found in verdicts:
+            if found.outcome is Outcome.REFUTED:
+                self.model.broken = f"what is written of an update of {self.model.name!r} is wrong: {found.reason}; start again"
+                raise GuardStop(f"not recorded: {found.check}: {self.model.broken}")
 
     def _check_moved(self, old: str, new: str) -> Verdict:
         """An update that leaves the weights as they were would be served, and saved, as one that was learned from."""
@@ -383,7 +389,10 @@ class ServedPolicy:
             contents = adapter_contents(self.weights, trained.patch(), trained.base, artifact.tokenizer, lineage, rslora=trained.rslora)
         else:
             contents = model_contents(self.weights, artifact.tokenizer, artifact.stops, lineage)
-        return write_checkpoint(self.folder / "checkpoints" / f"step-{self.updates:06d}", contents)
+        return write_checkpoint(self._step_folder(), contents)
+
+    def _step_folder(self) -> Path:
+        return self.folder / "checkpoints" / f"step-{self.updates:06d}"
 
 
 def _stop_training_if_refuted(verdicts: Sequence[Verdict]) -> None:

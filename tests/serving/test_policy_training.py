@@ -177,9 +177,18 @@ def test_a_client_takes_no_other_answer_for_one(policy, url, monkeypatch, path, 
 
 def test_a_checkpoint_comes_every_so_many_updates_and_is_the_policy_as_it_was_then(policy, url, monkeypatch):
     monkeypatch.setattr(policy, "save_steps", 1)
-    Policy(url).train([[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)]])
+    told = Policy(url).train([[talk(url, float(seed % 2), seed, turns=1).id for seed in range(2)]])
+    assert told["verdicts"][-1]["check"] == "saved"
     saved = open_artifact(policy.folder / "checkpoints" / f"step-{policy.updates:06d}")
     assert all(torch.equal(a, b) for a, b in zip(build_model(saved).parameters(), policy.weights.parameters(), strict=True))
+
+
+def test_a_checkpoint_that_is_due_and_not_there_ends_the_policy(policy, url, monkeypatch):
+    monkeypatch.setattr(policy, "save_steps", 1)
+    monkeypatch.setattr(policy, "save", lambda: None)
+    monkeypatch.setattr(policy.model, "broken", None)  # afterwards too
+    with pytest.raises(GuardStop, match=r"not recorded: saved: .* is due every 1 updates"):
+        policy.learn([[talk(url, float(seed), seed, turns=1).id for seed in range(2)]])
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1.0", None])
