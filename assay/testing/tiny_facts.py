@@ -81,9 +81,9 @@ def facts_model() -> Transformer:
     return model.eval()
 
 
-def write_facts_text(where: Path) -> Path:
-    """Write the text about subjects that are never edited, in several orders and among odd letters, for moments and drift."""
-    lines = [line for line in fact_sentences() if not any(name in line for name in PEOPLE[:EDITABLE])]
+def write_facts_text(where: Path, *, edited: int = EDITABLE) -> Path:
+    """Write the text about all subjects but the first `edited`, in several orders and among odd letters, for moments and drift."""
+    lines = [line for line in fact_sentences() if not any(name in line for name in PEOPLE[:edited])]
     lines += ["".join(map(chr, range(first, first + 6))) for first in range(33, 123, 3)]
     orders = [torch.randperm(len(lines), generator=generator(0, "order", i)).tolist() for i in range(12)]
     where.write_text("\n".join(lines[i] for order in orders for i in order) + "\n")

@@ -27,16 +27,15 @@ from assay.health import edit_drift
 from assay.model.attention import documents_from_lengths
 from assay.model.patch import Patch, patched
 from assay.model.tokenizer import Tokenizer
-from assay.model.transformer import Mlp, Transformer
+from assay.model.transformer import Mlp, Transformer, initialised
 from assay.store.artifact import open_artifact
 from assay.testing import tiny_facts
 from assay.testing.fault_injection import Plant, fault, in_place_of, swap
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verdict import Verdict, proven, refuted
 
-LAYER = 0  # where the tiny model looks its facts up
-MIXED = 2  # where its keys already depend on what stands before the subject
-AIM = TargetOptions(steps=40, lr=0.1, kl=0.0, clamp=1.0)
+LAYER = 1  # where the tiny model looks its facts up, and where the keys of a name differ a little between wordings
+AIM = TargetOptions(steps=40, kl=0.0, clamp=1.0)
 _LARGEST = 50.0  # the tiny model's keys are short, so that its healthy edits are long
 
 # ---------------------------------------------------------------- jobs
@@ -65,10 +64,11 @@ def a_key_check(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def one_rank_one_edit(folder: Path, plant: Plant) -> list[Verdict]:
-    model = tiny_facts.facts_model()
+    """An untrained model's: its keys depend on what stands before the subject, those of the trained one hardly do."""
+    model = initialised(tiny_facts.facts_config(), 0).eval()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with plant(folder):
-        edited = rank_one(model, tiny_facts.fact_edits(1), folder, MIXED)
+        edited = rank_one(model, tiny_facts.fact_edits(1), folder)
     with patched(model, edited.patch):
         sizes = edit_evaluation.update_sizes(before, dict(model.named_parameters()))
     return [edit_evaluation.check_update(sizes, edited.reached, _LARGEST)]
@@ -88,7 +88,7 @@ def two_edits_of_one_subject(folder: Path, plant: Plant) -> list[Verdict]:
     """The second undoes the first."""
     model, first = tiny_facts.facts_model(), tiny_facts.fact_edits(1)[0]
     facts = [first, make_fact("again", tiny_facts.HOME, first.subject, tiny_facts.TOWNS[2], old=first.old)]
-    edited = rank_one(model, facts, folder, LAYER)
+    edited = rank_one(model, facts, folder)
     with plant(folder):
         claimed = claims(model, facts, edited.patch)
     return [edit_evaluation.check_retest(claimed, claims(model, facts, edited.patch))]
@@ -102,13 +102,19 @@ def a_batch_of_questions(folder: Path, plant: Plant) -> list[Verdict]:
 
 
 def texts_beside_an_edit(folder: Path, plant: Plant) -> list[Verdict]:
-    """What is said to prompts that have nothing to do with the facts."""
+    """What is said to prompts that have nothing to do with the fact, which is asked for in two wordings.
+
+    Its two keys are nearly one and its two targets are not: a solve that only meets both stretches what lies between the keys. Of 24
+    facts it is one, since those that are said anew cost the model before nats too, and the moments' text is about everybody else.
+    """
     before, after = opened_facts_model(folder / "before"), opened_facts_model(folder / "after")
     around = sample_contexts(before.model, before.tokenizer, count=2, length=6, seed=0)
-    text = moments.compute_moments(before.model, moments_text(folder).rows, [LAYER])
+    text = moments.compute_moments(before.model, moments_text(folder, edited=1).rows, [LAYER])
+    fact, = tiny_facts.fact_edits(1)
+    facts = [fact, make_fact(f"{fact.name} again", tiny_facts.HOME_AGAIN, fact.subject, fact.target, old=fact.old)]
     with plant(folder):
         solve_by = memit.memit_solver(text, 10.0)
-        edited = memit.memit(before.model, before.tokenizer, tiny_facts.fact_edits(6), [LAYER], solve_by, around, AIM, parent=None)
+        edited = memit.memit(before.model, before.tokenizer, facts, [LAYER], solve_by, around, AIM, parent=None)
     with patched(after.model, edited.patch):
         return [edit_drift.check_edit_drift(edit_drift.probe_edit(before, after, rounds=2, seed=0))]
 
@@ -146,15 +152,15 @@ def opened_facts_model(folder: Path) -> LoadedModel:
     return LoadedModel(open_artifact(folder))
 
 
-def rank_one(model: Transformer, facts: Sequence[Fact], folder: Path, layer: int) -> EditResult:
+def rank_one(model: Transformer, facts: Sequence[Fact], folder: Path) -> EditResult:
     tokenizer = tiny_facts.facts_tokenizer()
     around = sample_contexts(model, tokenizer, count=2, length=6, seed=0)
-    return memit.rome(model, tokenizer, facts, [layer], moments.compute_moments(model, moments_text(folder).rows, [layer]), around, AIM,
+    return memit.rome(model, tokenizer, facts, [LAYER], moments.compute_moments(model, moments_text(folder).rows, [LAYER]), around, AIM,
                       parent=None)
 
 
-def moments_text(folder: Path) -> moments.TokenizedText:
-    return moments.read_text(tiny_facts.write_facts_text(folder / "text.txt"), tiny_facts.facts_tokenizer(), 4000)
+def moments_text(folder: Path, *, edited: int = tiny_facts.EDITABLE) -> moments.TokenizedText:
+    return moments.read_text(tiny_facts.write_facts_text(folder / "text.txt", edited=edited), tiny_facts.facts_tokenizer(), 4000)
 
 
 def claims(model: Transformer, facts: Sequence[Fact], patch: Patch) -> list[FactReply]:

@@ -20,6 +20,7 @@ REASONS = {
 }
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_caught_and_its_clean_twin_is_silent(name: str):
     sighting = sight(FAULTS[name])
