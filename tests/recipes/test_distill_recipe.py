@@ -634,5 +634,5 @@ def test_exit_codes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "--how text" in capsys.readouterr().err
     assert done("ignorant", "nothing") == 4
     assert "a uniform guess" in capsys.readouterr().err
-    monkeypatch.setattr(hand_over, "check_exported_score", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
+    monkeypatch.setattr(hand_over, "check_exported", lambda *_: Verdict("score", Outcome.REFUTED, "in this test", {}))
     assert done("teacher", "refuted") == 3
