@@ -20,7 +20,7 @@ from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_inference
-from assay.model.transformer import Transformer
+from assay.model.transformer import ModelConfig, Transformer
 from assay.outcome import RunOutcome
 from assay.recipes.compute_dtype import asked_compute
 from assay.recipes.evaluator import HeldOutEvaluator
@@ -71,12 +71,12 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
                         *check_chosen(run, evaluator), *check_improved(evaluator)]
             saved = open_artifact(best, to=to, opened=opened)
             scored = scored_set(saved)
-            recorded, weights = rescore(scored, score_all, evaluator.device), saved.digest if scored is saved else None
+            recorded, alike = rescore(scored, score_all, evaluator.device), (saved.digest, saved.config) if scored is saved else None
             del saved, scored  # room for what is exported
         with run.spent.part("proving"):
             places, found = exporting.result()
     with run.spent.part("evaluation"):
-        exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, weights, score_all, evaluator.device)
+        exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, alike, score_all, evaluator.device)
     verdicts += [*found, exported, *check_forgetting(run, places[-1], evaluator.device)]
     void_if_refuted(run, places, verdicts)
     verdicts += send_to_remote(run, places)
@@ -273,14 +273,15 @@ def check_evaluated(evaluator: HeldOutEvaluator, best: Path, opened: OpenedBases
     return proven("score", words, error=error)
 
 
-def check_exported(exported: Artifact, recorded: HeldOut, weights: str | None, score_all: ScoreHeldOut, device: str | None) -> Verdict:
-    """Check the score of the bytes that were exported. Where they are, tensor by tensor, the `weights` that were read from the best
-    checkpoint and scored, they have its score; others, an adapter's merged ones or an average's, are scored too.
+def check_exported(exported: Artifact, recorded: HeldOut, scored: tuple[str, ModelConfig] | None, score_all: ScoreHeldOut,
+                   device: str | None) -> Verdict:
+    """Check the score of the bytes that were exported. Where they are, tensor by tensor and under the same config, what was read from the
+    best checkpoint and `scored`, they have its score; others, an adapter's merged ones or an average's, are scored too.
     """
-    if exported.digest != weights:
+    if (exported.digest, exported.config) != scored:
         return check_exported_score(recorded, rescore(exported, score_all, device))
-    return proven("score", f"the exported weights are those of the checkpoint that scored {recorded.estimate} {recorded.unit}, by digest",
-                  weights=weights)
+    return proven("score", f"the exported weights and config are those of the checkpoint that scored {recorded.estimate} {recorded.unit}, "
+                  "by digest", weights=exported.digest)
 
 
 def check_exported_score(recorded: HeldOut, found: HeldOut) -> Verdict:

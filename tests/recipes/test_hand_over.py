@@ -1,5 +1,6 @@
 """Handing over: the best, once, as it was scored, and again where a longer run found better."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_an_export_of_other_weights_is_scored_and_refuted(tmp_path, monkeypatch)
     monkeypatch.setattr(hand_over, "export_proven", lambda best, *rest: usual(first, *rest))
     verdicts = sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True).verdicts
     assert [verdict.check for verdict in verdicts if verdict.outcome is Outcome.REFUTED] == ["score"]
+
+
+def test_the_same_weights_under_another_config_are_scored_again(tmp_path, monkeypatch):
+    seen, usual = [], hand_over.check_exported
+    monkeypatch.setattr(hand_over, "check_exported", lambda *given: (seen.append(given), usual(*given))[1])
+    handed(options(tmp_path / "run", tokens=6 * ROWS * LENGTH))
+    exported, *rest = seen[0]
+    assert usual(exported, *rest).outcome is Outcome.PROVEN
+    turned = replace(exported, config=replace(exported.config, rope=replace(exported.config.rope, base=7.0)))
+    assert usual(turned, *rest).outcome is Outcome.REFUTED
 
 
 def test_a_finished_run_hands_over_once_and_a_longer_one_again(tmp_path: Path):
