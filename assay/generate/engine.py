@@ -23,8 +23,8 @@ from assay.generate.prefill import SlotExtension
 from assay.generate.sampler_weights import SamplerWeights, fingerprint
 from assay.generate.slots import NO_TOKEN, LaunchedSteps, SlotAssignment, Slots
 from assay.generate.token_grammar import GrammarPath
-from assay.model.placement import to_device
 from assay.model.tokenizer import Tokenizer
+from assay.model.transfers import to_device
 from assay.model.transformer import Transformer
 from assay.seeds import derive
 

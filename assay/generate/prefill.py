@@ -18,7 +18,8 @@ from torch import Tensor
 from assay.generate.sampler_weights import SamplerWeights
 from assay.model.attention import PADDING, document_starts, documents_from_lengths, variable_length_kernel
 from assay.model.kv_cache import ExtendView, PrefillView, SlotCache
-from assay.model.placement import capture_graph, to_device, uncompiled
+from assay.model.placement import capture_graph, uncompiled
+from assay.model.transfers import to_device
 
 LEAST, GROWTH = 512, 2  # widths of a packed row: the least, and how many times as much the next one takes
 

@@ -20,7 +20,8 @@ from assay.kernels import cached_attention
 from assay.kernels.advance_slots import NO_TOKEN, SlotState, TokenLog, advance_slots
 from assay.kernels.draw_tokens import SamplingRule, draw_tokens
 from assay.model.kv_cache import DecodeView, SlotCache
-from assay.model.placement import capture_graph, to_device
+from assay.model.placement import capture_graph
+from assay.model.transfers import to_device
 from assay.model.transformer import ModelConfig, run_blocks
 
 INTS = ("token", "position", "end", "running", "key", "top_k")  # then the stop ids

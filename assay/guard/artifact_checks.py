@@ -6,10 +6,19 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from assay.guard.foreign_folder_checks import Pair, absurd_weights, adapter_scale_records, same_geometry, tensor_pairs, untrained_change
+from assay.guard.foreign_folder_checks import (
+    Pair,
+    absurd_weights,
+    adapter_scale_records,
+    largest_weights,
+    same_geometry,
+    tensor_pairs,
+    untrained_change,
+)
 from assay.guard.proof_subject import ProofSubject
 from assay.guard.tokenizer_comparison import compare_templates, compare_tokenizers, silent_generation_prompt
 from assay.model.probe_logits import compute_probe_logits, probe_distance, share_of_change
+from assay.model.transfers import read_numbers
 from assay.store.artifact import Artifact, build_model, merged_tensors, with_untied_head
 from assay.store.checkpoint import WEIGHTS
 from assay.store.digests import recorded_tensors, tensor_facts
@@ -54,17 +63,14 @@ def check_loaded(subject: ProofSubject) -> Verdict:
 def check_values(subject: ProofSubject) -> Verdict:
     """Finite everywhere, and no matrix with a hole in it: the mark of a shard that was never filled. Without recorded hashes, no
     weight that only a flipped bit makes."""
-    bad, empty, absurd, count = [], [], [], 0
     tensors = subject.artifact.tensors if subject.raw.compressed else subject.raw.tensors
-    for name, read in tensors.items():
-        tensor = read.to(subject.device)
-        count += tensor.numel()
-        if not torch.isfinite(tensor).all():
-            bad.append(f"{name} ({int((~torch.isfinite(tensor)).sum())} of {tensor.numel()})")
-        elif _holds_matrices(name, tensor) and not subject.raw.place.adapter and (share := _zero_rows(tensor)) > HOLE:
-            empty.append(f"{name} ({share:.0%})")
-        elif subject.raw.checkpoint is None and (words := absurd_weights(tensor)):
-            absurd.append(f"{name} ({words})")
+    seen = {name: _values(subject, name, read.to(subject.device)) for name, read in tensors.items()}
+    strange, holes = read_numbers({name: each[0] for name, each in seen.items()}), read_numbers({n: each[1] for n, each in seen.items()})
+    bad = [f"{name} ({int(found)} of {tensors[name].numel()})" for name, found in strange.items() if found]
+    empty = [f"{name} ({share:.0%})" for name, share in holes.items() if share > HOLE and not strange[name]]
+    absurd = [f"{name} ({words})" for name, (*_, largest) in seen.items() if largest is not None and not strange[name]
+              and (words := absurd_weights(largest.tolist(), tensors[name].numel()))]
+    count = sum(tensor.numel() for tensor in tensors.values())
     if bad:
         return refuted("values", f"NaN or infinite values in {len(bad)} tensor(s): {', '.join(bad[:3])}", tensors=bad)
     if empty:
@@ -77,14 +83,22 @@ def check_values(subject: ProofSubject) -> Verdict:
                             "a hole of zeros", values=count)
 
 
+def _values(subject: ProofSubject, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """How many values of a tensor are not finite, the share of rows that are zero where it holds matrices, and the largest values of one
+    that nobody has recorded."""
+    matrices = _holds_matrices(name, tensor) and not subject.raw.place.adapter
+    holes = _zero_rows(tensor) if matrices else torch.zeros((), device=tensor.device)
+    return (~torch.isfinite(tensor)).sum(), holes, largest_weights(tensor) if subject.raw.checkpoint is None else None
+
+
 def _holds_matrices(name: str, tensor: Tensor) -> bool:
     """One, or one an expert. Biases of all experts lie in a table too, and like every bias may be 0."""
     return tensor.dim() >= 2 and not name.endswith("bias")
 
 
-def _zero_rows(tensor: Tensor) -> float:
+def _zero_rows(tensor: Tensor) -> Tensor:
     """Share of a matrix's rows that are zero throughout; of several that of the emptiest."""
-    return 1 - float(tensor.any(-1).float().mean(-1).min())
+    return 1 - tensor.any(-1).float().mean(-1).min()
 
 
 def check_fields(subject: ProofSubject) -> Verdict:
@@ -279,8 +293,8 @@ def _moved(subject: ProofSubject) -> Verdict:
         return refuted("lineage", words)
     pairs = tensor_pairs(subject) if unrecorded else _pairs(subject.against, subject.artifact)
     movement = {name: (before, after) for name, before, after in pairs}
-    moved = {name: float((after.float() - before.float()).abs().max())
-             for name, before, after in _carried(subject, movement) if not torch.equal(before, after)}
+    apart = read_numbers({name: (after.float() - before.float()).abs().max() for name, before, after in _carried(subject, movement)})
+    moved = {name: far for name, far in apart.items() if far != 0}
     if not moved:
         return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, "
                                   "or the wrong weights were saved")

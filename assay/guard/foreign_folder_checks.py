@@ -6,7 +6,7 @@ would have stayed, was damaged. What training itself could have done cannot be t
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,15 +128,16 @@ def _one_bit_away(values: Tensor, olds: Tensor, far: float) -> Tensor:
 # ---------------------------------------------------------------- alone
 
 
-def absurd_weights(tensor: Tensor) -> str | None:
-    """A few weights so large, among others so small, that only a flipped exponent bit makes them."""
-    if tensor.numel() <= MOST_FLIPS + 1:
-        return None
-    largest = tensor.float().abs().flatten().topk(MOST_FLIPS + 1).values
+def largest_weights(tensor: Tensor) -> Tensor | None:
+    """The largest weights of a tensor, one more than may be flipped; None of a small one."""
+    return None if tensor.numel() <= MOST_FLIPS + 1 else tensor.float().abs().flatten().topk(MOST_FLIPS + 1).values
+
+
+def absurd_weights(largest: Sequence[float], weights: int) -> str | None:
+    """A few weights so large, among others so small, that only a flipped exponent bit makes them: of a tensor's `largest`."""
     for count in range(1, MOST_FLIPS + 1):
         if largest[count - 1] > ABSURD and largest[count - 1] > ALONE * largest[count]:
-            return f"{count} of {tensor.numel():,} weights are {float(largest[count - 1]):.1e} or more, all others at most " \
-                   f"{float(largest[count]):.1e}"
+            return f"{count} of {weights:,} weights are {largest[count - 1]:.1e} or more, all others at most {largest[count]:.1e}"
     return None
 
 

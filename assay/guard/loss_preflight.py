@@ -25,6 +25,7 @@ from assay.learn import loop
 from assay.learn.loop import Accumulate
 from assay.learn.objectives import Objective
 from assay.model.placement import fp32_uncompiled
+from assay.model.transfers import read_numbers
 from assay.model.transformer import Attention, Block, Mixture, Mlp, Transformer, parameter_count
 from assay.seeds import generator
 from assay.verdict import Outcome, Verdict, proven, refuted
@@ -123,8 +124,9 @@ def _times(found: Mapping[str, Tensor], due: Mapping[str, Tensor]) -> dict[str, 
     kinds: dict[str, list[str]] = {}
     for name in due:
         kinds.setdefault(re.sub(r"^blocks\.\d+\.", "", name), []).append(name)
-    squares = {kind: sum(float(due[name].double().square().sum()) for name in names) for kind, names in kinds.items()}
-    along = {kind: sum(float((found[name].double() * due[name].double()).sum()) for name in names) for kind, names in kinds.items()}
+    square = read_numbers({name: gradient.double().square().sum() for name, gradient in due.items()})
+    product = read_numbers({name: (found[name].double() * gradient.double()).sum() for name, gradient in due.items()})
+    squares, along = ({kind: sum(sums[name] for name in names) for kind, names in kinds.items()} for sums in (square, product))
     return {kind: along[kind] / squares[kind] for kind in kinds if squares[kind] > NONE**2 * sum(squares.values())}
 
 
@@ -385,8 +387,9 @@ def _apart(one: Gradients, two: Gradients, *, together: bool = False) -> tuple[f
     """The relative errors of the loss and of each tensor's gradient; None where the two reach different parameters."""
     if one[1].keys() != two[1].keys():
         return None
-    norms = {name: (float((gradient.float() - two[1][name].float()).norm()), float(two[1][name].float().norm()))
-             for name, gradient in one[1].items()}
+    off = read_numbers({name: (gradient.float() - two[1][name].float()).norm() for name, gradient in one[1].items()})
+    size = read_numbers({name: two[1][name].float().norm() for name in off})
+    norms = {name: (off[name], size[name]) for name in off}
     if together:  # from the norms of each: a copy of all would take as much again
         norms = {"all together": (math.hypot(*(apart for apart, _ in norms.values())), math.hypot(*(due for _, due in norms.values())))}
     return abs(one[0] - two[0]) / max(abs(two[0]), 1e-9), {name: apart / (due + 1e-20) for name, (apart, due) in norms.items()}

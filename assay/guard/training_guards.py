@@ -23,6 +23,7 @@ from assay.learn.lr_schedule import Multiplier
 from assay.learn.objectives import averages
 from assay.model.lora import LoraSite
 from assay.model.patch import Patch
+from assay.model.transfers import read_numbers
 from assay.store.safetensors_files import tensor_sha256
 from assay.verdict import Outcome, Verdict, proven, refuted, unproven
 
@@ -57,10 +58,11 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, trained:
 
 def check_gradients(gradients: Mapping[str, Tensor], trained: Collection[str]) -> Verdict:
     """Check after a backward pass that every tensor to be trained has a gradient that is finite and not all zero."""
-    if without := [name for name in trained if name not in gradients or not gradients[name].any()]:
+    largest = read_numbers({name: torch.linalg.vector_norm(gradients[name], torch.inf) for name in trained if name in gradients})
+    if without := [name for name in trained if not largest.get(name, 0.0)]:
         return refuted("gradients", f"{len(without)} of {len(trained)} trainable tensors got no gradient: {_some(without)}",
                        tensors=without)
-    if bad := [name for name in trained if not torch.isfinite(gradients[name]).all()]:
+    if bad := [name for name in trained if not math.isfinite(largest[name])]:
         return refuted("gradients", f"gradients that are not finite: {_some(bad)}", tensors=bad)
     return proven("gradients", f"all {len(trained)} trainable tensors have finite gradients", tensors=len(trained))
 

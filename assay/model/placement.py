@@ -182,8 +182,3 @@ def fp32_uncompiled(*models: Transformer) -> Iterator[None]:
     finally:
         for model, (dtype, recompute) in zip(models, kept, strict=True):
             model.compute_dtype, model.recompute = dtype, recompute
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Values to a device, without waiting for what is under way there: on CUDA from pinned memory, since any other copy waits."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

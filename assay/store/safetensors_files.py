@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from assay.errors import ArtifactError, UsageError
+from assay.model.transfers import to_host
 from assay.store import durable
 from assay.store.mapped_pages import PART_BYTES, hashed_in_passing
 from assay.store.sealed import canonical_json
@@ -271,7 +272,7 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor], hasher: ThreadPoolExec
 
 def _raw(tensor: Tensor) -> memoryview:
     """The elements in order as bytes; copied only where the tensor is not on the CPU or not contiguous."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = to_host(tensor).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
