@@ -18,7 +18,7 @@ from assay.learn.policy import token_logprobs
 from assay.model.placement import capture_graph, is_uncompiled
 from assay.model.transformer import Transformer
 
-_WARM_UP = 3  # eager passes before capture: compilation, library handles and autotuning must not be captured
+_WARM_UP = 3  # passes before capture: compilation, library handles and autotuning must not be captured; uncompiled, one makes them all
 _SEEN = {"tokens", "documents", "positions", "starts"}  # of a batch, what a model sees
 
 
@@ -32,6 +32,7 @@ class GraphedAccumulate:
     def __init__(self) -> None:
         self._first: dict[tuple, _Captured] = {}
         self._more: dict[tuple, _Captured] = {}
+        self._most_starts: dict[tuple, int] = {}  # of documents, by the shape of a micro-batch
         self._pool: Any = None
 
     def keep_only(self, compute: torch.dtype | None) -> None:
@@ -43,12 +44,19 @@ class GraphedAccumulate:
         """Drop every graph, and the memory that all share; a batch that comes later is captured anew."""
         self._first, self._more, self._pool = {}, {}, None
 
+    def held_bytes(self) -> int:
+        """Bytes that the graphs hold for their activations: they stay theirs, but torch counts them as used only while a graph is
+        captured."""
+        pools = [segment for segment in torch.cuda.memory_snapshot() if self._pool is not None
+                 and tuple(segment["segment_pool_id"]) == tuple(self._pool)]
+        return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
+
     def __call__(self, model: Transformer, objective: Objective, batch: Batch, micro: int, weight: float) -> Accumulated:
         device = model.embed.weight.device
         total, metrics = torch.zeros((), device=device), dict[str, Tensor]()
         opening: tuple | None = None
         for part in batch.split(micro):
-            on_device = part.to(device, non_blocking=True)
+            on_device = self._with_known_starts(part.to(device, non_blocking=True))
             shapes = ((name, tuple(tensor.shape)) for name, tensor in batch_tensors(on_device).items())
             shape = (model.compute_dtype, is_uncompiled(), *shapes)
             if opening is None:
@@ -63,6 +71,17 @@ class GraphedAccumulate:
             # Copied, because the next replay writes to the same addresses.
             metrics = combined(metrics, {name: value.clone() for name, value in found.metrics.items()})
         return Accumulated(total, metrics)
+
+    def _with_known_starts(self, part: Batch) -> Batch:
+        """The micro-batch with as many starts as one of its shape had before, where those are up to twice as many: it needs no graph of
+        its own then."""
+        if part.starts is None:
+            return part
+        shape, count = tuple(part.tokens.shape), len(part.starts)
+        most = self._most_starts[shape] = max(count, self._most_starts.get(shape, 0))
+        if most > 2 * count:
+            return part
+        return replace(part, starts=torch.cat([part.starts, part.starts[-1:].expand(most - count)]))
 
 
 def batch_tensors(batch: Batch) -> dict[str, Tensor]:
@@ -158,6 +177,6 @@ def _warm_up(once: Callable[[], object]) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
+        for _ in range(1 if is_uncompiled() else _WARM_UP):
             once()
     torch.cuda.current_stream().wait_stream(stream)

@@ -165,14 +165,15 @@ def kernel_takes_scale() -> bool:
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """int32, on the CPU: where each run of equal ids begins in the flattened rows, then the end, repeated up to a power of two.
+    """int32, on the CPU: where each run of equal ids begins in the flattened rows, then the end, repeated up to a power of two that
+    leaves room for an eighth more.
 
     Few different lengths, so that few graphs are captured; a stretch of no tokens costs a kernel next to nothing.
     """
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     found = begins.flatten().nonzero().flatten()
-    size = max(32, 1 << len(found).bit_length())
+    size = max(32, 1 << (len(found) + len(found) // 8).bit_length())
     return torch.cat([found, found.new_full((size - len(found) + 1,), documents.numel())]).int()
 
 
