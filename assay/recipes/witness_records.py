@@ -24,7 +24,7 @@ from assay.recipes.witness_pace import REPLAY_SPEED, WitnessPace
 from assay.seeds import derive
 from assay.store import durable
 from assay.store.remote import is_url, local_path
-from assay.store.saving import beside_the_loop, device_snapshot, room_on_device
+from assay.store.saving import beside_the_loop, device_snapshot, room_on_device, snapshot
 from assay.verdict import Outcome, Verdict, unproven
 from assay.witness.due_looks import LOOKS, looks_summary
 from assay.witness.replay import AFTER, BEFORE, RECORD, SAID, WITNESS_FOLDER, summary
@@ -140,7 +140,7 @@ class WitnessRecords:
         moments = {f"state/{name}": tensor for name, tensor in state.items()}
         if room_on_device([*weights.values(), *moments.values()]):
             return device_snapshot(weights | moments)
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in (weights | moments).items()}
+        return snapshot(weights | moments)
 
 
 def local_copies(config: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _write(where: Path, before: dict[str, Tensor], after: dict[str, Tensor], fac
     """Write a record, which is whole when `record.json` is there. On a GPU once the copies are made."""
     with beside_the_loop(copied):
         for state, name in ((before, BEFORE), (after, AFTER)):
-            save_file({key: tensor.cpu() for key, tensor in state.items()}, where / name)
+            save_file(snapshot(state) if copied is not None else state, where / name)
             state.clear()
     durable.replace_file(where / RECORD, json.dumps(facts).encode())
 

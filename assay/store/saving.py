@@ -6,6 +6,7 @@ import dataclasses
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from assay.model.patch import Patch
 from assay.model.probe_logits import compute_probe_logits
 from assay.model.special_tokens import SpecialTokens
 from assay.model.tokenizer import Tokenizer
+from assay.model.transfers import to_host
 from assay.model.transformer import ModelConfig, Transformer
 from assay.store import checkpoint
 from assay.store.checkpoint import Checkpoint, Contents
@@ -100,12 +102,12 @@ def _facts(config: ModelConfig, tokenizer: Tokenizer | None, lineage: Lineage, r
 
 
 class BackgroundSaver:
-    """Writer of checkpoints in a background thread. At most one save is under way; the next one waits for it, and raises what it raised
-    before it begins."""
+    """Writer of checkpoints in a background thread, one after another. The next save waits for the one under way, and raises what it raised
+    before it begins; but where a GPU has room for its copies beside the other's, they are made and wait there instead of the loop."""
 
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "save")
-        self._pending: Future[Checkpoint] | None = None
+        self._pending: list[Future[Checkpoint]] = []
         self._leaving: Callable[[], Future[Contents] | None] = lambda: None  # a copy that leaves the GPU; its memory is its owner's
 
     def save(self, where: Path, contents: Contents | Callable[[], Contents],
@@ -117,9 +119,15 @@ class BackgroundSaver:
         `contents` may hold live tensors, which are copied here; a function makes contents that are already its own, and
         is called here, when no other snapshot is held. `after` runs in the thread once the checkpoint is committed.
         """
-        self.wait()
+        self.make_room(contents, headroom)
         owned = contents() if callable(contents) else owned_contents(contents, headroom)
-        self._pending = self._writer.submit(_write, where, owned, after, _copied(owned))
+        self._pending.append(self._writer.submit(_write, where, owned, after, _copied(owned)))
+
+    def make_room(self, contents: Contents | Callable[[], Contents], headroom: int = 0) -> None:
+        """Wait for saves under way, unless there is one at the most and the GPU has room for copies of these contents too."""
+        self.check()
+        if len(self._pending) > 1 or callable(contents) or not room_on_device(_tensors(contents), headroom):
+            self.wait()
 
     def copy(self, contents: Contents, *, headroom: int = 0) -> Callable[[], Contents]:
         """A copy in the machine's memory that nothing the caller does later can change, to be saved later: a function that gives it. It
@@ -131,17 +139,18 @@ class BackgroundSaver:
 
     @property
     def busy(self) -> bool:
-        return any(future is not None and not future.done() for future in (self._pending, self._leaving()))
+        return any(future is not None and not future.done() for future in (*self._pending, self._leaving()))
 
     def check(self) -> None:
         """Raise what a finished save raised; never waits."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
 
     def wait(self) -> Checkpoint | None:
-        """The checkpoint being saved, once it is committed; None if no save was begun since the last wait."""
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        """The newest checkpoint being saved, once it and those before it are committed; None if no save was begun since the last wait."""
+        pending, self._pending = self._pending, []
+        futures.wait(pending)
+        return [each.result() for each in pending][-1] if pending else None
 
     def close(self) -> None:
         """Wait for the save under way, and raise what it raised."""
@@ -160,16 +169,19 @@ class BackgroundSaver:
 
 def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous copies on the CPU that share no memory with the originals."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-            for name, tensor in tensors.items()}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(to_host(tensor)) for name, tensor in tensors.items()}
 
 
 def owned_contents(contents: Contents, headroom: int = 0) -> Contents:
     """Copy of the contents in memory that nobody else can reach: on the GPU where they lie, if there is room, else on the CPU."""
-    if room_on_device([*contents.weights.values(), *(contents.optimizer or {}).values()], headroom):
+    if room_on_device(_tensors(contents), headroom):
         with contextlib.suppress(torch.OutOfMemoryError):
             return _owned(contents, device_snapshot)
     return _owned(contents, snapshot)
+
+
+def _tensors(contents: Contents) -> list[Tensor]:
+    return [*contents.weights.values(), *(contents.optimizer or {}).values()]
 
 
 def device_snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -143,6 +143,42 @@ def test_one_save_at_a_time_and_the_next_snapshot_is_taken_when_the_last_is_writ
     assert order == [f"{what} {step}" for step in (1, 2, 3) for what in ("snapshot", "saved")]
 
 
+def test_where_a_gpu_has_room_one_save_waits_there_behind_another_instead_of_the_loop(tmp_path: Path,
+                                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "room_on_device", lambda *_: True)
+    monkeypatch.setattr(saving, "device_snapshot", snapshot)
+    gate, weight = Gate(), torch.zeros(4)
+    with installed(Watched(gate)), BackgroundSaver() as saver:
+        for step in (1, 2):
+            saver.save(step_folder(tmp_path, step), contents(step, weight))
+            weight += 1
+        third = threading.Thread(target=saver.save, args=(step_folder(tmp_path, 3), contents(3, weight)))
+        third.start()
+        third.join(0.3)
+        waits = third.is_alive()
+        gate.open.set()
+        third.join(60)
+        saver.wait()
+    assert waits
+    found = [open_checkpoint(step_folder(tmp_path, step)).weights()["w"] for step in (1, 2, 3)]
+    assert [float(each[0]) for each in found] == [0, 1, 2]
+
+
+def test_of_two_saves_the_failure_of_the_first_is_heard_and_the_second_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "room_on_device", lambda *_: True)
+    monkeypatch.setattr(saving, "device_snapshot", snapshot)
+    saver, begun = BackgroundSaver(), threading.Event()
+    saver._writer.submit(begun.wait)
+    with installed(Watched(Failing(at=9))):
+        for step in (1, 2):
+            saver.save(step_folder(tmp_path, step), contents(step, torch.zeros(4)))
+        begun.set()
+        with pytest.raises(StoreError, match="Input/output error"):
+            saver.wait()
+        assert latest_checkpoint(tmp_path)[0] == open_checkpoint(step_folder(tmp_path, 2))
+    saver.close()
+
+
 def test_a_snapshot_shares_no_memory() -> None:
     base = torch.arange(12.0).reshape(3, 4).requires_grad_()
     tensors = {"plain": base, "view": base.t(), "row": base[1]}
