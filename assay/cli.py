@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import os
@@ -71,6 +72,9 @@ OUTSIDE = {errno.ENAMETOOLONG: (2, "give a shorter path"), errno.EACCES: (2, "ch
            errno.EPERM: (2, "check its permissions, or choose another path"), errno.EROFS: (1, "choose a place that can be written to"),
            errno.ENOSPC: (1, "make room on the disk"), errno.EDQUOT: (1, "make room on the disk"), errno.EIO: (1, "check the disk")}
 
+# Imports make a million objects that stay: to look through them for garbage after every 700 takes a fifth of their time.
+RARELY = 20_000, 20, 20
+
 NO_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")  # of a GPU, and of the machine
 
 
@@ -78,10 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a letter that the terminal lacks ends no run
     signal.signal(signal.SIGTERM, _terminate)
+    gc.set_threshold(*RARELY)
     keep_bytecode()
     ended = list[int]()
     if argv is None:
         atexit.register(_leave, ended)  # the first that is registered is called last
+        _let_processes_go(sys.argv[1:])
     ended.append(run(list(sys.argv[1:] if argv is None else argv)))
     sys.exit(ended[0])
 
@@ -93,6 +99,14 @@ def _leave(ended: list[int]) -> None:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         os._exit(ended[0])
+
+
+def _let_processes_go(argv: Sequence[str]) -> None:
+    """The program ends with its verb: it kills the proving processes, and need not wait until they are gone."""
+    if argv and argv[0] in {*_RECIPES, "prove"}:
+        from assay.guard.proving_process import PROVING_PROCESSES
+
+        PROVING_PROCESSES.ends_with_program = True
 
 
 class Terminated(KeyboardInterrupt):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ WHERE_THERE_IS_ONE = "a GPU where there is one"  # the device of one that is sta
 LIBRARIES = "libraries"  # are imported early, which takes longer than all else
 GPU_TO_ITSELF = "alone"  # no run waits for the GPU: it is got ready beside the imports, not after them
 _MOMENT, _LOOK_AGAIN = 10.0, 0.2  # seconds
+SOON = 2.0  # seconds that a first proof on a GPU takes longer than those after it
 _TOLD = 2000  # characters of what it wrote before it died
 
 
@@ -49,7 +51,7 @@ def processes_early() -> int:
 
 
 class ProvingProcess(JsonChild):
-    """`python -m assay.guard.proof`, with a session of its own: a Ctrl-C that ends the run must not look like a proof that failed.
+    """`python -m assay.guard.proving_entry`, with a session of its own: a Ctrl-C that ends the run must not look like a proof that failed.
 
     With a `device` it gets ready for proofs there before the first is asked for; other `libraries` are imported then too, where asked.
     `alone`: no run has that device to share with it.
@@ -57,6 +59,7 @@ class ProvingProcess(JsonChild):
 
     def __init__(self, threads: int, device: str | None = None, *, libraries: bool = True, alone: bool = False) -> None:
         self.threads, self.device, self.libraries, self.alone, self.asked = threads, device, libraries, alone, 0
+        self.rehearsed = False
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         self.start()
 
@@ -65,8 +68,8 @@ class ProvingProcess(JsonChild):
         self._unread = b""
         wanted = [LIBRARIES] * self.libraries + [GPU_TO_ITSELF] * self.alone
         early = [] if self.device is None else [self.device, *wanted]
-        self.process = subprocess.Popen([sys.executable, "-m", "assay.guard.proof", *early], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=self.errors, start_new_session=True, env=environment, bufsize=0)
+        self.process = subprocess.Popen([sys.executable, "-m", "assay.guard.proving_entry", *early], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True, env=environment, bufsize=0)
         os.set_blocking(self._pipes()[0], False)
 
     def answer(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
@@ -102,6 +105,7 @@ class KeptProcesses:
         self._early = 0  # processes that were started before they were needed
         self._keepers = 0
         self._changing = threading.Condition()
+        self.ends_with_program = False  # nobody waits for those that are killed: a context of a GPU takes half a second to go
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -118,7 +122,7 @@ class KeptProcesses:
                     process.kill()  # whoever waits for it gets no answer, and stops it
             for process in ended:
                 process.kill()
-            for process in ended:
+            for process in [] if self.ends_with_program else ended:
                 process.stop()
 
     @property
@@ -147,7 +151,7 @@ class KeptProcesses:
     def _rehearse(self, process: ProvingProcess, request: Mapping[str, Any], seconds: float) -> None:
         try:
             with contextlib.suppress(TimeoutError):
-                process.answer(request, seconds)
+                process.rehearsed = process.answer(request, seconds) is not None
         finally:
             with self._changing:
                 self._rehearsing.remove(process)
@@ -159,18 +163,25 @@ class KeptProcesses:
 
     def take(self, threads: int, *, libraries: bool = True) -> ProvingProcess:
         """Take a process that waits, with other libraries where they will be needed, and the one that knows most. Where all that were
-        started early are busy it is waited for: a new one would import for longer. Else a new one."""
+        started early are busy it is waited for: a new one would import for longer; and, for a moment, where none that waits has rehearsed
+        and one that is busy has. Else a new one."""
+        until = time.monotonic() + SOON
         with self._changing:
-            while not self._idle and (self._rehearsing or self._all_busy()):
+            while (not self._idle and (self._rehearsing or self._all_busy())) or (self._only_unrehearsed() and time.monotonic() < until):
                 self._changing.wait(_LOOK_AGAIN)  # also for one that died, of which nobody tells
             while self._idle:
-                order = [(process.libraries == libraries, process.asked) for process in self._idle]
+                order = [(process.libraries == libraries, process.rehearsed, process.asked) for process in self._idle]
                 process = self._idle.pop(max(range(len(order)), key=lambda place: order[place]))
                 if process.alive:
                     self._taken.append(process)
                     return process
                 process.stop()
         return ProvingProcess(threads)
+
+    def _only_unrehearsed(self) -> bool:
+        """Whether every process that waits would have to warm up first, and one that is busy would not."""
+        return bool(self._idle) and not any(process.rehearsed for process in self._idle) \
+            and any(process.rehearsed for process in self._taken)
 
     def _all_busy(self) -> bool:
         self._taken = [process for process in self._taken if process.alive]

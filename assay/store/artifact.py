@@ -5,7 +5,6 @@ Three stages, each refusing what it exists to refuse: `locate_artifact` (what is
 """
 
 import itertools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,9 +35,9 @@ from assay.store.peft import LoraAdapter, config_with, read_adapter
 from assay.store.quantised_base import BASE_DTYPES, QuantisedReader
 from assay.store.remote import local_path
 from assay.store.safetensors_files import inside, read_folder_headers, read_folder_tensors
+from assay.store.trainer_output import trainer_checkpoints
 from assay.strict_json import read_json
 
-TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -176,14 +175,6 @@ def locate_artifact(path: str | Path) -> ArtifactPlace:
     if "steering.safetensors" in names:
         raise UsageError(f"{path}: a steering vector, which is no model; add it to its own: assay sample MODEL --steer {path}")
     raise UsageError(f"{path}: neither manifest.json, config.json nor adapter_config.json is here; this is not a model folder")
-
-
-def trainer_checkpoints(path: Path) -> list[Path]:
-    """Folders checkpoint-N of transformers' or TRL's output folder that is no model itself, newest first."""
-    if not path.is_dir() or any((path / name).exists() for name in (MANIFEST, "config.json", "adapter_config.json")):
-        return []
-    numbered = {int(found[1]): child for child in path.iterdir() if child.is_dir() and (found := TRAINER_CHECKPOINT.fullmatch(child.name))}
-    return [numbered[step] for step in sorted(numbered, reverse=True)]
 
 
 def read_artifact(place: ArtifactPlace, *, every_byte: bool = False) -> RawArtifact:

@@ -47,12 +47,14 @@ EXAMPLES = """  assay prove runs/a/checkpoints/step-000500
 
 
 def run(flags: FLAGS) -> int:
-    from assay.store.artifact import trainer_checkpoints
+    from assay.guard.proving_process import PROVING_PROCESSES
+    from assay.store.trainer_output import trainer_checkpoints  # nothing here may import torch: the proving processes would wait for it
 
     if places := trainer_checkpoints(Path(flags.path)):
         return _prove_each(flags, places)
-    verdicts = prove_artifact(flags)
-    outcome = print_proof(Path(flags.path), verdicts, as_json=flags.json)
+    with PROVING_PROCESSES.keeping():  # their end takes a moment, for which nobody should wait to read the verdicts
+        verdicts = prove_artifact(flags)
+        outcome = print_proof(Path(flags.path), verdicts, as_json=flags.json)
     _summarise(flags, {Path(flags.path): verdicts})
     return exit_code(outcome, strict=flags.strict)
 
@@ -135,14 +137,14 @@ def print_proof(path: Path, verdicts: list[Verdict], *, as_json: bool) -> Outcom
     """Print every verdict, and what they come to together."""
     outcome = overall(without_optional(verdicts))
     if as_json:
-        print(json.dumps(proof_document(path, verdicts), indent=1))
+        print(json.dumps(proof_document(path, verdicts), indent=1), flush=True)
         return outcome
     count = {kind: sum(v.outcome is kind for v in verdicts) for kind in Outcome}
     counts = f"{count[Outcome.PROVEN]} proven, {count[Outcome.REFUTED]} refuted, {count[Outcome.UNPROVEN]} could not be checked"
     meaning = {Outcome.PROVEN: "every required check holds", Outcome.REFUTED: "do not use it",
                Outcome.UNPROVEN: "nothing is refuted, but it is not proven"}[outcome]
     print("\n".join(map(str, verdicts)))
-    print(f"\n{path.name}: {outcome} ({counts}): {meaning}")
+    print(f"\n{path.name}: {outcome} ({counts}): {meaning}", flush=True)
     return outcome
 
 
