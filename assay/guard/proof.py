@@ -1,11 +1,12 @@
 """Proofs: a fresh process that knows nothing but the bytes on disk, and earns a checkpoint its hallmark.
 
-`prove` asks `python -m assay.guard.proof`, which opens the artifact through our loader and other people's, and returns a
+`prove` asks a process of proving_entry.py, which opens the artifact through our loader and other people's, and returns a
 verdict for every check. A check that crashes is refuted, not forgotten. `prove_checkpoint` also writes the outcome down:
 hallmark.json where everything required is PROVEN, quarantine.json otherwise. `Prover` does so beside a training loop.
 """
 
 import contextlib
+import gc
 import importlib.util
 import json
 import math
@@ -31,6 +32,7 @@ from assay.guard.kept_artifacts import MUCH_OF_GPU, WORKSPACE, KeptArtifacts, fp
 from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling, ProofSubject
 from assay.guard.proving_process import (
     CORES_A_PROOF,
+    FOR_THE_WITNESS,
     GPU_TO_ITSELF,
     LIBRARIES,
     MOST_PROOFS,
@@ -141,10 +143,11 @@ def _death(process: ProvingProcess) -> Verdict:
 
 
 def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0,
-                     records: Sequence[Path] = (), apart: bool = False) -> list[Verdict]:
+                     timeout: float = PROOF_TIMEOUT, beside: bool = False, headroom: int = 0, records: Sequence[Path] = (),
+                     replays: Sequence[Future[list[Verdict]]] = (), apart: bool = False) -> list[Verdict]:
     """Prove a checkpoint of ours and write the outcome into it. Bytes that do not even open stay as they are. `records` are steps that
-    led to it, kept for the witness, who replays them meanwhile where several processes are kept. `apart`: in two processes."""
+    led to it, kept for the witness, who replays them meanwhile where several processes are kept; `replays` of others are under way.
+    `apart`: in two processes."""
     request = ProofRequest(str(folder), against=against, base=base, probing=probing, headroom=headroom)
     replay = partial(ask_witness, records, probing.device, beside=beside, headroom=headroom)
     with ThreadPoolExecutor(1, "witness") as other:
@@ -152,6 +155,7 @@ def prove_checkpoint(folder: Path, *, against: str | None = None, base: str | No
         verdicts = prove_apart(request, timeout=timeout) if apart else prove(request, timeout=timeout, beside=beside)
         if records:
             verdicts += replay() if meanwhile is None else meanwhile.result()
+    verdicts += [verdict for replayed in replays for verdict in replayed.result()]
     hashed = any(v.check == "whole" and v.outcome is Outcome.PROVEN for v in verdicts)  # every byte, by the proof itself
     try:
         checkpoint = open_checkpoint(folder, verify=not hashed)
@@ -222,6 +226,9 @@ class Prover:
         self._pool = ThreadPoolExecutor(max(1, min(MOST_PROOFS, usable_cores() // CORES_A_PROOF)), "prove")
         self._pending: list[tuple[Path, Future[list[Verdict]]]] = []
         self._changing, self._turn = threading.Lock(), threading.Lock()
+        self._replayers = ThreadPoolExecutor(FOR_THE_WITNESS, "replay")
+        self._replays: dict[Path, Future[list[Verdict]]] = {}  # under way, until the proof of a later checkpoint takes them
+        self._given: set[Path] = set()  # kept steps that a proof or a replay has
         self._patience, self._until = patience, math.inf  # when those that wait for the loop's end wait no longer
         self._no_waiting = threading.Event()
 
@@ -238,10 +245,22 @@ class Prover:
         request = ProofRequest(str(model), against=str(model), expect="moved", probing=probing, headroom=headroom)
         PROVING_PROCESSES.rehearse(asdict(request) | {"threads": proof_threads(beside=True)}, PROOF_TIMEOUT)
 
+    def replay_early(self, records: Sequence[Path], probing: ProofSampling, headroom: int = 0) -> None:
+        """Replay kept steps, where several processes are kept, before the checkpoint is written whose proof will speak of them."""
+        with self._changing:
+            for record in [each for each in records if each not in self._given] if PROVING_PROCESSES.several else []:
+                self._given.add(record)
+                self._replays[record] = self._replayers.submit(ask_witness, [record], probing.device, headroom=headroom)
+
     def start(self, folder: Path, *, against: str | None = None, base: str | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
               beside: bool = True, headroom: int = 0, records: Sequence[Path] = ()) -> None:
-        ask = partial(prove_checkpoint, folder, against=against, base=base, probing=probing, headroom=headroom, records=records)
+        """Begin the proof of a checkpoint. Of `records`, kept steps that led to it, those that nobody replays yet are replayed with it."""
         with self._changing:
+            replays = [self._replays.pop(record) for record in records if record in self._replays]
+            new = [record for record in records if record not in self._given]
+            self._given.update(new)
+            ask = partial(prove_checkpoint, folder, against=against, base=base, probing=probing, headroom=headroom, records=new,
+                          replays=replays)
             self._until = min(self._until, time.monotonic() + self._patience)
             asked = ask if probing.device == "cpu" else partial(self._in_turn, ask, folder, probing.device)
             self._pending.append((folder, self._pool.submit(asked, beside=beside)))
@@ -280,6 +299,7 @@ class Prover:
         """Wait for every proof under way."""
         self.wait_no_longer()
         self._pool.shutdown(wait=True)
+        self._replayers.shutdown(wait=True)
         return self.finished()
 
     def _next_ended(self) -> tuple[Path, "Future[list[Verdict]]"] | None:
@@ -405,7 +425,7 @@ def _parameters(artifact: Artifact) -> int:
 
 
 def main() -> None:
-    """Entry point of a proving process: one answer a line to each request a line, until the input ends: then whoever asked is gone, and
+    """Main loop of a proving process: one answer a line to each request a line, until the input ends: then whoever asked is gone, and
     nobody is left to be answered."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints is no answer
@@ -413,6 +433,8 @@ def main() -> None:
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     os.nice(5)  # beside a training loop: it comes first
     _warm_up(sys.argv[1:], requests)
+    gc.freeze()  # what was imported is no garbage, and need not be looked through again
+    gc.enable()
     kept = KeptArtifacts()
     while True:
         answers.write(json.dumps(_answer(requests.get(), kept), default=str).encode() + b"\n")
@@ -484,6 +506,3 @@ def _listen(requests: "queue.SimpleQueue[bytes]") -> None:
         requests.put(line)
     os._exit(1)
 
-
-if __name__ == "__main__":
-    main()

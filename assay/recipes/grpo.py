@@ -29,7 +29,14 @@ from assay.recipes.environment_tasks import EnvironmentTasks
 from assay.recipes.episode_rollouts import EpisodeCollector
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import check_forgetting, check_last_evaluated, export_best, send_to_remote, void_if_refuted
+from assay.recipes.hand_over import (
+    check_forgetting,
+    check_handed_over,
+    check_last_evaluated,
+    export_best,
+    send_to_remote,
+    void_if_refuted,
+)
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import check_gathered, follow, join_processes
 from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
@@ -230,6 +237,7 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     """Export the chosen checkpoint as `RUN/model` (and `RUN/adapter`), prove it, and test whether it is better than its parent on prompts
     that were not used to choose it.
     """
+    run.settle_proofs()
     (step, why), metric = evaluator.chosen(), evaluator.rewards.metric.name
     chosen = step_folder(run.checkpoints, step)
     run.say(f"final model: {chosen.name}; {why}")
@@ -251,15 +259,15 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
                  *check_last_evaluated(run, evaluator.latest_step), check_still_ends(before.cut, after.cut), budget,
-                 *check_forgetting(run, places[-1], device), *looked_at,
-                 check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)]
-    void_if_refuted(run, places, verdicts)
-    sent = send_to_remote(run, places)
+                 *check_forgetting(run, places[-1], device), *looked_at]
+    gain = check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)
+    void_if_refuted(run, places, [*verdicts, gain])
+    verdicts += [*send_to_remote(run, places), check_handed_over(places, [*verdicts, gain]), gain]
     run.log(Event.HAND_OVER, checkpoint=chosen.name, metric=metric, before=float(before.wanted.mean()), after=float(after.wanted.mean()),
-            score=plain(asdict(after.estimate)), chosen=why, verdicts=plain([verdict.to_json() for verdict in [*verdicts, *sent]]))
-    run.say(f"{', '.join(map(str, places))}: {verdicts[-1].reason}")
-    return RunOutcome(run.folder, [*verdicts, *sent], model=places[-1], results={
-        f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": verdicts[-1].evidence})
+            score=plain(asdict(after.estimate)), chosen=why, verdicts=plain([verdict.to_json() for verdict in verdicts]))
+    run.say(f"{', '.join(map(str, places))}: {gain.reason}")
+    return RunOutcome(run.folder, verdicts, model=places[-1], results={
+        f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": gain.evidence})
 
 
 def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: StartingModel, batch: Batch,

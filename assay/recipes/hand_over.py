@@ -1,9 +1,10 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,8 @@ from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.base_difference import state_base_difference
 from assay.guard.conclusion_checks import check_best, check_improvement
 from assay.guard.kept_artifacts import FileStamps, file_stamps
-from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
-from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
+from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove, proven_bytes, takes_much
+from assay.guard.proof_subject import DEFAULT_SAMPLING, Expectation, ProofSampling
 from assay.learn.ema import ema_weights
 from assay.model.placement import default_device, place_for_inference
 from assay.model.transformer import ModelConfig, Transformer
@@ -29,14 +30,14 @@ from assay.recipes.run import Run, plain
 from assay.recipes.starting_model import writes_merged
 from assay.recipes.suite import read_suite, run_suite
 from assay.recipes.witness_records import looks_verdicts, witness_verdict
-from assay.store import checkpoint
+from assay.store import checkpoint, durable
 from assay.store.artifact import Artifact, Destination, build_model, locate_artifact, merged_tensors, open_artifact, straight_to
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.strict_json import read_json_lines
-from assay.verdict import Outcome, Verdict, proven, refuted, unproven
+from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven, without_optional
 
 ScoreHeldOut = Callable[[Transformer], HeldOut]
 SAME_SCORE = 1e-4  # in the unit of the score, or of a score above 1 that share: what fp32 sums in another order may differ by
@@ -64,19 +65,29 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
     run.spent.phase("hand-over")
     to = straight_to(evaluator.device or default_device())
     opened = OpenedBases(base or to)
-    with ThreadPoolExecutor(1, "export") as beside:
-        exporting = beside.submit(export_best, run, best, opened)  # written and proven while the checkpoint is scored
+    with ThreadPoolExecutor(1, "export") as beside, contextlib.ExitStack() as undoing:
+        writing = beside.submit(write_exports, run, best, opened)  # and the checkpoint is scored, while the last proofs go on
+        undoing.callback(remove_exports, writing)
+        if evaluator.device.startswith("cuda") and takes_much(proven_bytes(best), evaluator.device):
+            with run.spent.part("proving"):
+                run.settle_proofs()  # beside an evaluation they would find no room
         with run.spent.part("evaluation"):
-            verdicts = [check_evaluated(evaluator, best, opened), *check_last_evaluated(run, evaluator.latest_step),
-                        *check_chosen(run, evaluator), *check_improved(evaluator)]
             saved = open_artifact(best, to=to, opened=opened)
+            verdicts = [check_evaluated(evaluator, best, saved), *check_last_evaluated(run, evaluator.latest_step),
+                        *check_chosen(run, evaluator), *check_improved(evaluator)]
             scored = scored_set(saved)
             recorded, alike = rescore(scored, score_all, evaluator.device), (saved.digest, saved.config) if scored is saved else None
             del saved, scored  # room for what is exported
         with run.spent.part("proving"):
-            places, found = exporting.result()
-    with run.spent.part("evaluation"):
-        exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, alike, score_all, evaluator.device)
+            run.settle_proofs()
+            exports = writing.result()
+            proving = beside.submit(prove_exports, run, best, exports)
+        with run.spent.part("evaluation"):
+            places = [export.where for export in exports]
+            exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, alike, score_all, evaluator.device)
+        with run.spent.part("proving"):
+            found = proving.result()
+        undoing.pop_all()
     verdicts += [*found, exported, *check_forgetting(run, places[-1], evaluator.device)]
     void_if_refuted(run, places, verdicts)
     verdicts += send_to_remote(run, places)
@@ -152,6 +163,19 @@ def void_if_refuted(run: Run, places: list[Path], verdicts: list[Verdict]) -> No
             run.say(str(run.remote.send_model([where])))
 
 
+def check_handed_over(places: Sequence[Path], verdicts: Sequence[Verdict]) -> Verdict:
+    """Check, when all is done, that what was proven is still there: every file, with a hallmark where no verdict goes against it."""
+    holds = overall(without_optional(verdicts)) is Outcome.PROVEN
+    for where in places:
+        try:
+            checkpoint = open_checkpoint(where, verify=False)
+        except AssayError as error:
+            return refuted("handed over", f"the run ends, and what it hands over is not there: {error}")
+        if holds and checkpoint.hallmark is None:
+            return refuted("handed over", f"{where}: every verdict holds, and it has no hallmark, by which others know it as proven")
+    return proven("handed over", f"{', '.join(where.name for where in places)}: every file is there{' with its hallmark' if holds else ''}")
+
+
 def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:
     """Send the exported model (--remote) and check that it is at the URL, hallmark or quarantine included."""
     if run.remote is None:
@@ -172,8 +196,9 @@ def conclude_hand_over(run: Run, handed: HandedOver, judged: list[Verdict], budg
 
 
 def write_down(run: Run, handed: HandedOver, **more: Any) -> None:
-    """Write the hand-over to the ledger, with what `more` the recipe has to say of `RUN/model`."""
+    """Write the hand-over to the ledger, with what `more` the recipe has to say of `RUN/model`; the last look is whether it is there."""
     recorded = handed.recorded
+    handed.verdicts.append(check_handed_over(handed.places, handed.verdicts))
     run.log(Event.HAND_OVER, checkpoint=handed.best.name, unit=recorded.unit, score=asdict(recorded.estimate), **plain(more),
                       verdicts=plain([verdict.to_json() for verdict in handed.verdicts]))
     for where in handed.places:
@@ -188,20 +213,51 @@ def handed_places(run: Run, best: Path) -> list[Path]:
     return [run.folder / name for name in (("adapter", "model") if merged else ("adapter",))]
 
 
-def export_best(run: Run, best: Path, opened: OpenedBases | None = None) -> tuple[list[Path], list[Verdict]]:
+class Export(NamedTuple):
+    """A place that is handed over: `expect` says how it relates to the checkpoint, and `bound` how far its answers may be off. An `old` one
+    was written and proven in an earlier session."""
+
+    where: Path
+    expect: Expectation = "same"
+    bound: float | None = None
+    old: bool = False
+
+
+def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """Export the best checkpoint: write every place that is handed over, and prove it in a fresh process."""
-    places, opened = handed_places(run, best), opened or OpenedBases(None)
-    verdicts = list[Verdict]()
-    witness = [witness_verdict(run.folder, run.config.witness), *looks_verdicts(run.folder)] if run.witnesses else []
-    for where in places:
+    exports = write_exports(run, best, OpenedBases(None))
+    return [export.where for export in exports], prove_exports(run, best, exports)
+
+
+def write_exports(run: Run, best: Path, opened: OpenedBases) -> list[Export]:
+    """Write every place that is handed over, unless an earlier session did."""
+    exports = list[Export]()
+    for where in handed_places(run, best):
         if handed_over_before(best, where):
-            verdicts.append(check_weight_set(best, where))
+            exports.append(Export(where, old=True))
         else:
             run.set_aside(where)
-            found = export_proven(best, where, "peft" if where.name == "adapter" else None, run.probing, opened)
-            hallmark_or_quarantine(open_checkpoint(where), [*found, *witness])
-            verdicts += found
-    return places, [*verdicts, *state_base_difference(best), *witness]
+            exports.append(write_export(best, where, "peft" if where.name == "adapter" else None, opened))
+    return exports
+
+
+def prove_exports(run: Run, best: Path, exports: Sequence[Export]) -> list[Verdict]:
+    """Prove what was written, each place in a fresh process, and give it its hallmark."""
+    verdicts = list[Verdict]()
+    witness = [witness_verdict(run.folder, run.config.witness), *looks_verdicts(run.folder)] if run.witnesses else []
+    for export in exports:
+        found = [check_weight_set(best, export.where)] if export.old else prove_export(best, export, run.probing)
+        if not export.old:
+            hallmark_or_quarantine(open_checkpoint(export.where), [*found, *witness])
+        verdicts += found
+    return [*verdicts, *state_base_difference(best), *witness]
+
+
+def remove_exports(writing: Future[list[Export]]) -> None:
+    """Remove what was written and not yet handed over: the run ends before it is proven."""
+    for export in writing.result() if writing.exception() is None else []:
+        if not export.old:
+            durable.remove_folder(export.where)
 
 
 def handed_over_before(best: Path, where: Path) -> bool:
@@ -222,18 +278,23 @@ def scored_set(saved: Artifact) -> Artifact:
     return replace(saved, tensors=ema_weights(saved.raw.checkpoint.optimizer() or {}))
 
 
-def export_proven(best: Path, where: Path, form: Literal["peft"] | None = None, probing: ProofSampling = DEFAULT_SAMPLING,
-                  opened: OpenedBases | None = None) -> list[Verdict]:
-    """The scored set as a Hugging Face folder, proven in a fresh process: the checkpoint's model, or its average."""
+def prove_export(best: Path, export: Export, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
+    """Prove an export in a fresh process, against the checkpoint that it was made of."""
+    verdicts = prove(ProofRequest(str(export.where), str(best), expect=export.expect, bound=export.bound, probing=probing))
+    return verdicts if export.expect == "same" else [*verdicts, check_weight_set(best, export.where)]
+
+
+def write_export(best: Path, where: Path, form: Literal["peft"] | None = None, opened: OpenedBases | None = None) -> Export:
+    """Write the scored set as a Hugging Face folder: the checkpoint's model, or its average."""
     saved = open_artifact(best, opened=opened if form == "peft" else None)
     if saved.patch is not None:
         bound = export_artifact(saved, "peft", where) if form == "peft" else export_artifact(saved, "merged", where, "float32")
-        return prove(ProofRequest(str(where), str(best), expect="same", bound=bound, probing=probing))
+        return Export(where, bound=bound)
     if (chosen := scored_set(saved)) is saved:
-        return prove(ProofRequest(str(where), str(best), expect="same", bound=export_artifact(saved, "hf", where), probing=probing))
+        return Export(where, bound=export_artifact(saved, "hf", where))
     lineage = Lineage("moved", Ancestor(saved.digest, str(best)), weight_set="ema", scored_set="ema")
     checkpoint.write_checkpoint(where, model_contents(build_model(chosen), saved.tokenizer, saved.stops, lineage))
-    return [*prove(ProofRequest(str(where), str(best), expect="moved", probing=probing)), check_weight_set(best, where)]
+    return Export(where, "moved")
 
 
 def check_weight_set(best: Path, where: Path) -> Verdict:
@@ -259,9 +320,10 @@ def rescore(artifact: Artifact, score_all: ScoreHeldOut, device: str | None = No
     return score_all(build_model(artifact, None).to(device or default_device()))
 
 
-def check_evaluated(evaluator: HeldOutEvaluator, best: Path, opened: OpenedBases | None = None) -> Verdict:
-    """The bytes of the best checkpoint score what was recorded of the live model: they are the weights that were scored."""
-    saved = open_artifact(best, to=straight_to(evaluator.device), opened=opened)
+def check_evaluated(evaluator: HeldOutEvaluator, best: Path, saved: Artifact | None = None) -> Verdict:
+    """The bytes of the best checkpoint, `saved` as they were opened, score what was recorded of the live model: they are the weights that
+    were scored."""
+    saved = saved or open_artifact(best, to=straight_to(evaluator.device))
     model = place_for_inference(build_model(scored_set(saved), None), evaluator.device, compute=asked_compute(evaluator.run.config))
     found, recorded = evaluator.score(model).per_document, evaluator.best_losses()
     bound, scale = SAME_LOSS[model.compute_dtype or torch.float32], evaluator.scale or recorded.mean()

@@ -448,6 +448,6 @@ def record_use(run: Run, found: MemoryPlan | None, device: str) -> None:
     """Report and record the GPU memory used so far beside what was planned."""
     if found is None or not device.startswith("cuda"):
         return
-    used = torch.cuda.max_memory_allocated(device)
+    used = max(run.memory_seen, torch.cuda.max_memory_allocated(device))
     run.say(compared_with_use(found, used))
     run.log(Event.MEMORY, used=used, planned=found.total, parts=found.parts, near=abs(found.total / used - 1) <= NEAR)

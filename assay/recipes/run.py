@@ -168,7 +168,6 @@ class Run:
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
         self._saver, self._prover, self.probing = BackgroundSaver(), Prover(), probing
         self._tidying: Future[None] | None = None
-        self._replaying: set[Path] = set()  # kept steps that a proof of this process replays
         self.settle_records: Callable[[], None] = _nothing  # waits for kept steps that are being written
         self.close_records: Callable[[], None] = _nothing  # and ends their thread
         self.save_waiting: Callable[[], None] = _nothing  # saves the best weights, where they wait in memory
@@ -176,8 +175,11 @@ class Run:
         self.spent.phase("preflight")
         self._told_time = False
         self._looping = True  # until `end_loop`
+        self._finished = False  # True between `finish` and `settle_proofs`
+        self._best_at_end: Path | None = None
         self.headroom = 0  # bytes of the GPU that the run will still take: a proof leaves them free
         self._judged_often = 0
+        self.memory_seen = 0  # bytes of the GPU, what CUDA graphs hold counted too
         self.remote, self._best = remote, dict[Path, Path | None]()  # of each checkpoint, what was best when it was saved
         durable.require_outside_checkpoints(folder / "config.yaml")
         durable.make_folder(folder)
@@ -299,12 +301,10 @@ class Run:
             self.settle_records()
             led_here = [record for record in pending_records(self.folder) if record.name <= where.name]  # others came since
             led_here += pending_looks(self.folder, step)
-            records = [record for record in led_here if record not in self._replaying]
-            self._replaying.update(records)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,
-                               records=records)
+                               records=led_here)
 
-        self._saver.wait()
+        self._saver.make_room(contents, self.headroom)
         self._write_down_saved()
         self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
         self._saver.save(where, contents, after=after, headroom=self.headroom)
@@ -350,29 +350,35 @@ class Run:
         may use more of the machine from here on."""
         self._looping = False
         self._prover.wait_no_longer()
+        if self.interrupted is None:  # else no checkpoint need follow
+            self._prover.replay_early(pending_records(self.folder), self.probing, self.headroom)
         self.spent.phase("proving")
         cost = self.save_cost
         self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, copies=cost.copies, slowed=slowed, loop=cost.loop)
         if (advice := cost.advice(steps)) is not None:
             self.say(advice)
 
-    def finish(self) -> None:
-        """Wait for the last save and its proof."""
+    def finish(self, best: Path | None) -> None:
+        """Wait for the last save. Its proof goes on: `settle_proofs` waits for that."""
         with self.spent.part("saving"):
             self._saver.close()
             self.settle_records()
         self._write_down_saved()
         self._write_down_retired()
+        self._finished, self._best_at_end = True, best
+
+    def settle_proofs(self) -> None:
+        """Wait for every proof once the run has finished, and judge it; then old checkpoints are retired beside what follows. What stays
+        is hashed for that, which takes seconds; the run ends when it is done."""
+        finished, self._finished = self._finished, False
+        if not finished:
+            return
         self._judge_proofs(self._prover.close())
         self._wait_for_remote()
-
-    def tidy(self, best: Path | None) -> None:
-        """Retire old checkpoints once the run has finished: nothing is written or proven any more. What stays is hashed for it, which
-        takes seconds, beside the hand-over; the run ends when that is done."""
-        assert not self._prover.busy
-        thread = ThreadPoolExecutor(1, "retire")
-        self._tidying = thread.submit(self._retire, best, frozenset(self.needed))
-        thread.shutdown(wait=False)
+        if self._best_at_end is not None:
+            thread = ThreadPoolExecutor(1, "retire")
+            self._tidying = thread.submit(self._retire, self._best_at_end, frozenset(self.needed))
+            thread.shutdown(wait=False)
 
     def _tidied(self) -> None:
         tidying, self._tidying = self._tidying, None
@@ -445,7 +451,8 @@ class Run:
         if now - self._told >= TELL_EVERY or done == of:
             self._told = now
             pace = pace_words(done - first, now - began, None if of is None else of - done) if done > first else []
-            words = [f"step {done}{f' of {of}' if of else ''}", what, f"{seconds:.0f} s", *pace, memory_words(), self.spent.checks_words()]
+            memory = memory_words(self.memory_seen)
+            words = [f"step {done}{f' of {of}' if of else ''}", what, f"{seconds:.0f} s", *pace, memory, self.spent.checks_words()]
             self.say("  ".join(words))
 
     @contextlib.contextmanager
@@ -455,6 +462,7 @@ class Run:
             self._prover.start_early(self.probing.device)
             try:
                 yield
+                self.settle_proofs()
                 self._tidied()
             except AssayError as error:
                 self._stopped(error)
@@ -560,10 +568,10 @@ def duration(seconds: float) -> str:
     return f"{high}:{low:02d} {unit}"
 
 
-def memory_words() -> str:
-    """The most that this process has taken, of its GPU where it has one."""
+def memory_words(seen: int = 0) -> str:
+    """The most that this process has taken, of its GPU where it has one, or what was `seen` there."""
     if torch.cuda.is_initialized():
-        return f"{torch.cuda.max_memory_allocated() / (1 << 30):.1f} GiB of GPU"
+        return f"{max(seen, torch.cuda.max_memory_allocated()) / (1 << 30):.1f} GiB of GPU"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20):.1f} GiB"
 
 

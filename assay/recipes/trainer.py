@@ -477,6 +477,7 @@ class Trainer:
             with self.run.save_cost.saving(), self.run.spent.part("saving"):
                 self.run.save(self.done, contents(), best=best)
             self.pace.saved(self.run.save_cost.latest)
+            self._note_memory()
 
     def _save_waiting(self, *, better: bool = False) -> None:
         """Save the best that waits in memory, unless the state of now is `better`."""
@@ -494,7 +495,13 @@ class Trainer:
             made = contents()
             copied = self.run.copy(made() if callable(made) else made)
         self.pace.copied(self.run.save_cost.latest)
+        self._note_memory()
         self._waiting = WaitingBest(self.done, copied, self.pace.now())
+
+    def _note_memory(self) -> None:
+        """Note the GPU memory in use beside a snapshot that was just made: then a run's loop takes the most."""
+        if (graphs := self._graphs()) is not None:
+            self.run.memory_seen = max(self.run.memory_seen, torch.cuda.memory_allocated(self.device) + graphs.held_bytes())
 
     def _no_copy(self) -> str | None:
         """Why memory cannot hold a copy of the state; None where it can."""
@@ -592,8 +599,7 @@ class Trainer:
         self.run.end_loop(self.done - self.start, self.pace.slowed)
 
     def finish(self, times_read: Mapping[int, int], parts: int, best: Path | None) -> None:
-        """Wait for the last save and its proof; write down how often each part of the data was read; retire old checkpoints."""
-        self.run.finish()
+        """Wait for the last save; write down how often each part of the data was read. The last proofs go on until `run.settle_proofs`,
+        after which all checkpoints but the newest and the `best` are retired."""
+        self.run.finish(best)
         self.run.log(Event.CONSUMED, steps=self.done, windows=parts, read_times=plain(times_read))
-        if best is not None:
-            self.run.tidy(best)

@@ -189,6 +189,9 @@ class NoProver:
     def rehearse(self, model: Path, *_: Any) -> None:
         pass
 
+    def replay_early(self, records: Sequence[Path], *_: Any) -> None:
+        pass
+
     def start(self, folder: Path, **_: Any) -> None:
         pass
 

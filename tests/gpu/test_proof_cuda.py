@@ -3,6 +3,7 @@
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,9 @@ def test_when_the_loop_is_over_its_activations_are_free_for_proofs(tmp_path: Pat
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     held, end = list[int](), Run.end_loop
 
-    def looked_at(run: Run, steps: int) -> None:
+    def looked_at(run: Run, *given: Any) -> None:
         held.extend((torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()))
-        end(run, steps)
+        end(run, *given)
 
     monkeypatch.setattr(Run, "end_loop", looked_at)
     torch.cuda.reset_peak_memory_stats()

@@ -207,6 +207,9 @@ class WhenAsked:
     def start_early(self, device: str) -> None:
         pass
 
+    def replay_early(self, *_) -> None:
+        pass
+
     def start(self, folder: Path, **options) -> None:
         self.pending.append((folder, options))
 

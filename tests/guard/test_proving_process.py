@@ -24,7 +24,7 @@ from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import export_artifact
 from assay.testing.tiny_models import save_adapter, save_model, tiny_model
-from assay.verdict import Outcome, Verdict, overall, without_optional
+from assay.verdict import Outcome, Verdict, overall, proven, without_optional
 
 QUICK = ProofSampling(samples=0)
 pytestmark = pytest.mark.usefixtures("fresh_proofs")
@@ -298,6 +298,42 @@ def test_where_all_that_were_started_early_are_busy_one_is_waited_for_and_one_th
             kept.give_back(process)
 
 
+def test_one_that_rehearsed_is_waited_for_a_moment_and_taken_before_one_that_has_to_warm_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proving_process, "ProvingProcess", Echo)
+    kept, got = proving_process.KeptProcesses(), list[ProvingProcess]()
+    with kept.keeping():
+        kept.start_early(1, "cuda", 2)
+        new, known = kept._idle
+        new.asked, known.rehearsed = 5, True
+        assert kept.take(1) is known
+        waiting = threading.Thread(target=lambda: got.append(kept.take(1)))
+        waiting.start()
+        waiting.join(0.3)
+        assert not got
+        kept.give_back(known)
+        waiting.join(5)
+        assert got == [known]
+        monkeypatch.setattr(proving_process, "SOON", 0.1)
+        assert kept.take(1) is new  # it is not waited for longer than warming up takes
+        for process in (new, known):
+            kept.give_back(process)
+
+
+@pytest.mark.parametrize("ends_with_program", [False, True])
+def test_a_program_that_ends_kills_its_processes_and_waits_for_none(ends_with_program: bool, monkeypatch: pytest.MonkeyPatch):
+    waited, wait = list[bool](), subprocess.Popen.wait
+    monkeypatch.setattr(proving_process, "ProvingProcess", Echo)
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda process, *given: waited.append(True) or wait(process, *given))
+    kept = proving_process.KeptProcesses()
+    kept.ends_with_program = ends_with_program
+    with kept.keeping():
+        kept.start_early(1, "cpu")
+        process = kept._idle[0].process
+    assert process is not None
+    assert bool(waited) is not ends_with_program
+    assert wait(process, 10) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("early", "beside", "at_once"), [(2, False, True), (1, False, False), (2, True, False)])
 def test_kept_steps_are_replayed_meanwhile_where_several_processes_are_kept(early: int, beside: bool, at_once: bool, tmp_path: Path,
                                                                            monkeypatch: pytest.MonkeyPatch):
@@ -313,6 +349,42 @@ def test_kept_steps_are_replayed_meanwhile_where_several_processes_are_kept(earl
     assert prove_checkpoint(tmp_path, records=[tmp_path], beside=beside) == []  # an empty folder carries no mark
     assert begun == ["with its replay" if at_once else "alone"]
     assert replaying.is_set()
+
+def test_a_replay_begun_early_is_spoken_of_in_the_proof_of_the_next_checkpoint_and_made_once(tmp_path: Path,
+                                                                                            monkeypatch: pytest.MonkeyPatch):
+    asked, first, second = list[list[Path]](), tmp_path / "step-000001", tmp_path / "step-000002"
+
+    def replayed(records: list[Path], *_: Any, **__: Any) -> list[Verdict]:
+        asked.append(list(records))
+        return [proven("witness", records[0].name)]
+
+    monkeypatch.setattr(proof, "prove", lambda *_, **__: [])
+    monkeypatch.setattr(proof, "ask_witness", replayed)
+    monkeypatch.setattr(PROVING_PROCESSES, "_early", 2)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    prover = Prover()
+    prover.replay_early([first], QUICK)
+    prover.replay_early([first], QUICK)
+    while not asked:
+        time.sleep(0.01)
+    prover.start(tmp_path / "a", records=[first, second], beside=False)
+    prover.start(tmp_path / "b", records=[first, second], beside=False)
+    prover.replay_early([first, second], QUICK)
+    said = {folder.name: [verdict.reason for verdict in verdicts] for folder, verdicts in prover.close()}
+    assert said == {"a": ["step-000002", "step-000001"], "b": []}
+    assert sorted(asked) == [[first], [second]]
+
+
+def test_nothing_is_replayed_early_where_one_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would wait for the proofs, and they for it."""
+    asked = list[Path]()
+    monkeypatch.setattr(proof, "ask_witness", lambda records, *_, **__: asked.extend(records) or [])
+    monkeypatch.setattr(PROVING_PROCESSES, "_early", 1)
+    prover = Prover()
+    prover.replay_early([tmp_path], QUICK)
+    list(prover.close())
+    assert not asked
 
 # ---------------------------------------------------------------- beside a loop
 

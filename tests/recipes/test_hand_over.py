@@ -1,12 +1,16 @@
 """Handing over: the best, once, as it was scored, and again where a longer run found better."""
 
+import shutil
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from assay.errors import ArtifactError, UsageError
+from assay.errors import ArtifactError, GuardStop, UsageError
 from assay.guard import proof
 from assay.recipes import hand_over
 from assay.recipes.hand_over import check_evaluated, check_weight_set, handed_over_before
@@ -15,7 +19,9 @@ from assay.recipes.starting_model import given
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint, step_folder
 from assay.testing.tiny_models import rewrite_tensors
-from assay.verdict import Outcome, proven
+from assay.testing.tiny_training import NoProver
+from assay.verdict import Outcome, Verdict, proven, refuted
+from tests.recipes import sittings
 from tests.recipes.sittings import LENGTH, ROWS, events, options, sit
 
 
@@ -53,8 +59,8 @@ def test_exported_weights_are_scored_again_unless_they_are_those_that_were_score
 
 
 def test_an_export_of_other_weights_is_scored_and_refuted(tmp_path, monkeypatch):
-    usual, first = hand_over.export_proven, step_folder(tmp_path / "run" / "checkpoints", 1)
-    monkeypatch.setattr(hand_over, "export_proven", lambda best, *rest: usual(first, *rest))
+    usual, first = hand_over.write_export, step_folder(tmp_path / "run" / "checkpoints", 1)
+    monkeypatch.setattr(hand_over, "write_export", lambda best, *rest: usual(first, *rest))
     verdicts = sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True).verdicts
     assert [verdict.check for verdict in verdicts if verdict.outcome is Outcome.REFUTED] == ["score"]
 
@@ -99,12 +105,12 @@ def test_a_checkpoint_that_is_not_what_was_scored_is_refuted(tmp_path: Path, mon
     seen: list = []
     monkeypatch.setattr(hand_over, "check_evaluated", lambda *given: (seen.append(given), check_evaluated(*given))[1])
     handed(options(tmp_path / "run", tokens=6 * ROWS * LENGTH))
-    evaluator, best, *rest = seen[0]
-    assert check_evaluated(evaluator, best, *rest).outcome is Outcome.PROVEN
+    evaluator, best, _ = seen[0]
+    assert check_evaluated(evaluator, best).outcome is Outcome.PROVEN
     other = step_folder(tmp_path / "run" / "checkpoints", 1)
-    assert check_evaluated(evaluator, other, *rest).outcome is Outcome.REFUTED
+    assert check_evaluated(evaluator, other).outcome is Outcome.REFUTED
     evaluator.history.losses[-1] = evaluator.history.losses[-1] * 1.001
-    found = check_evaluated(evaluator, best, *rest)
+    found = check_evaluated(evaluator, best)
     assert found.outcome is Outcome.REFUTED
     assert "what was saved is not what was scored" in found.reason
 
@@ -125,3 +131,54 @@ def test_a_hand_over_that_is_refuted_takes_the_hallmark_back(tmp_path: Path, mon
     handed(config)  # the next session sets it aside, and makes a good one
     assert open_checkpoint(model).hallmark is not None
     assert open_checkpoint(tmp_path / "run" / "earlier-1-model").quarantined
+
+
+def test_a_model_that_is_gone_or_unmarked_when_the_run_ends_is_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, usual = tmp_path / "run" / "model", hand_over.check_forgetting
+
+    def ends(damage: Callable[[], object]) -> list[str]:
+        monkeypatch.setattr(hand_over, "check_forgetting", lambda *given: (usual(*given), damage())[0])
+        found = sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True)
+        return [verdict.reason for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED]
+
+    assert ends(lambda: None) == []
+    assert "no such folder" in ends(lambda: shutil.rmtree(model))[0]
+    assert "config.json" in ends(lambda: (model / "config.json").unlink())[0]
+    assert "has no hallmark" in ends(lambda: (model / "hallmark.json").unlink())[0]
+
+
+class SlowProver(NoProver):
+    """Ends its proofs once RUN/model is written: a hand-over that waited for them first would never be. `refuting` the last one."""
+
+    refuting, model = False, Path()
+
+    def __init__(self) -> None:
+        self.started: list[Path] = []
+
+    def start(self, folder: Path, **_: Any) -> None:
+        self.started.append(folder)
+
+    def close(self) -> list[tuple[Path, list[Verdict]]]:  # type: ignore[override]
+        started, self.started = self.started, []
+        until = time.monotonic() + 60
+        while started and not (self.model / "manifest.json").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return [(folder, [(refuted if self.refuting else proven)("answers", "probe logits")]) for folder in started[-1:]]
+
+
+@pytest.mark.parametrize("refuting", [False, True])
+def test_the_model_is_written_while_the_last_proofs_go_on_and_removed_where_one_refutes(refuting: bool, tmp_path: Path,
+                                                                                       monkeypatch: pytest.MonkeyPatch):
+    config, model = options(tmp_path / "run", tokens=6 * ROWS * LENGTH), tmp_path / "run" / "model"
+    monkeypatch.setattr(sittings, "NoProver", SlowProver)
+    monkeypatch.setattr(SlowProver, "model", model)
+    monkeypatch.setattr(SlowProver, "refuting", refuting)
+    if not refuting:
+        handed(config)
+        assert open_checkpoint(model).hallmark is not None
+        return
+    with pytest.raises(GuardStop, match="was refuted by its proof"):
+        sit(config, handing_over=True)
+    assert not model.exists()
+    assert events(config, "stopped")

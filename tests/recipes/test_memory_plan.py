@@ -5,7 +5,8 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,10 +39,12 @@ from assay.recipes.memory_plan import (
     planned_model,
     planned_work,
     preflight_bytes,
+    record_use,
     require_fit,
     score_bytes,
 )
 from assay.recipes.options import Sft
+from assay.recipes.run import Run
 from assay.recipes.time_plan import forward_operations, step_operations, step_seconds
 from assay.store.artifact import open_artifact
 from assay.store.export_artifact import export_artifact
@@ -195,6 +198,18 @@ def test_use_is_told_beside_the_plan():
     found = plan_memory(real("Qwen3-0.6B"), PlannedWork(4, 1024, lora_r=16))
     assert "off by more" not in compared_with_use(found, int(found.total * 1.05))
     assert "off by more than 10%" in compared_with_use(found, int(found.total * 1.3))
+
+
+@pytest.mark.parametrize(("seen", "told"), [(0, "6.00 GiB at the most"), (8, "8.00 GiB at the most")])
+def test_memory_that_graphs_hold_beside_a_snapshot_is_told_as_used(seen: int, told: str, monkeypatch: pytest.MonkeyPatch):
+    """torch counts a graph's activations only while it is captured, and a snapshot comes later."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 6 * GIB)
+    said, logged = list[str](), dict[str, Any]()
+    run = SimpleNamespace(memory_seen=seen * GIB, say=said.append, log=lambda kind, **facts: logged.update(facts))
+    record_use(cast(Run, run), cast(MemoryPlan, SimpleNamespace(total=8 * GIB, parts={"weights": 8 * GIB})), "cuda")
+    assert told in said[0]
+    assert logged["used"] == max(6, seen) * GIB
+    assert logged["near"] is bool(seen)
 
 
 def test_a_run_that_cannot_fit_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -191,7 +191,7 @@ def test_a_rotation_that_takes_what_had_to_stay_stops_the_run(tmp_path: Path, mo
 def test_what_stays_is_asked_for_after_a_rotation_and_damage_to_an_older_one_is_said(run: Run):
     for step in range(3):
         run.save(step, Contents("model", {"w": torch.ones(3)}), best=None)
-    run.finish()
+    run.finish(None)
     damaged = run.checkpoints / "step-000001" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
     run._retired, run._kept = [], [(run_module.check_kept_checkpoints(step_folders(run.checkpoints)), True)]
@@ -227,7 +227,7 @@ def test_nor_while_one_that_began_after_the_next_save_was_asked_for(run: Run, mo
     prover, wait = Late(), BackgroundSaver.wait
 
     def waiting(saver: BackgroundSaver) -> Any:
-        if saver._pending is not None:
+        if saver._pending:
             prover.awaited.set()
         return wait(saver)
 

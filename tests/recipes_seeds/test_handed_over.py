@@ -22,7 +22,7 @@ from assay.evaluation.held_out_loss import score_corpus
 from assay.guard import proof
 from assay.learn.ema import ema_weights
 from assay.recipes import hand_over
-from assay.recipes.hand_over import check_weight_set, export_proven, rescore
+from assay.recipes.hand_over import check_weight_set, rescore, write_export
 from assay.recipes.options import Pretrain
 from assay.recipes.pretrain import pretrain
 from assay.recipes.size_limit import check_bytes, check_squeezed_score, write_squeezed
@@ -148,7 +148,7 @@ def test_handing_over_the_other_set_is_refuted(averaging, tmp_path):
 
 def test_a_run_without_an_average_hands_over_its_model(raw_run, tmp_path):
     best = step_folder(raw_run / "checkpoints", STEPS)
-    export_proven(best, tmp_path / "again")
+    write_export(best, tmp_path / "again")
     for where in (raw_run / "model", tmp_path / "again"):
         assert all(torch.equal(tensor, open_artifact(best).tensors[name]) for name, tensor in open_artifact(where).tensors.items())
 

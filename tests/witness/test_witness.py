@@ -3,6 +3,7 @@
 import ast
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from assay.data.layouts import read_conversations
 from assay.data.order import Order, permuted_places
 from assay.data.packing import PackedExamples, hold_out
 from assay.errors import GuardStop, UsageError
+from assay.guard import proof
 from assay.learn import loop
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.recipes import hand_over, run, sft, witness_pace, witness_records
@@ -24,7 +26,7 @@ from assay.recipes.witness_records import pending_records, witness_verdict
 from assay.store.checkpoint import open_checkpoint
 from assay.testing.tiny_models import save_model, tiny_model, tokenizer_and_stops
 from assay.testing.tiny_training import RecordingProver, tiny_corpus
-from assay.verdict import Outcome, proven, unproven
+from assay.verdict import Outcome, Verdict, proven, unproven
 from assay.witness import replay
 from assay.witness.due_rows import DueText, PackedPlan, WindowPlan, seed_at, shuffled_place
 from assay.witness.due_texts import texts_to_learn
@@ -202,7 +204,7 @@ def test_weights_that_are_not_the_checkpoints_after_a_resume_are_seen(tmp_path: 
 
 @pytest.mark.usefixtures("recording")
 def test_a_checkpoint_is_proven_with_the_records_of_the_steps_that_led_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """They are written beside the loop: a save waits for its own, and takes no later one's."""
+    """They are written beside the loop: a save waits for its own, and takes no later one's and none that another has."""
     usual, asked = witness_records._write, dict[str, list[str]]()
 
     def slowly(*given: Any) -> None:
@@ -210,8 +212,12 @@ def test_a_checkpoint_is_proven_with_the_records_of_the_steps_that_led_to_it(tmp
         usual(*given)
 
     monkeypatch.setattr(witness_records, "_write", slowly)
-    monkeypatch.setattr(RecordingProver, "start", lambda _, folder, *, records, **named: asked.update({folder.name: [
-        record.name for record in records]}))
+    def asks(folder: Path, *, records: Sequence[Path], **_: Any) -> list[Verdict]:
+        asked[folder.name] = [record.name for record in records]
+        return [unproven("whole", "nobody looked", optional=True)]
+
+    monkeypatch.setattr(proof, "prove_checkpoint", asks)
+    monkeypatch.setattr(run, "Prover", proof.Prover)
     sft.sft(options(tmp_path, witness="0"), lambda _: None)
     assert asked == {"step-000000": [], "step-000001": ["step-000001"], "step-000003": ["step-000003"]}
 
