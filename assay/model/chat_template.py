@@ -78,17 +78,26 @@ def _asked(template: str, contexts: Sequence[Mapping[str, Any]]) -> list[dict[st
     return _renderer().ask(request.encode() + b"\n")
 
 
+def start_renderer() -> None:
+    """Start the child process before the first template: it takes up to a second to import what it needs, beside whatever else goes on."""
+    _renderer().start()
+
+
 class TemplateProcess:
-    """The child process: started when first asked, replaced after a template has killed it."""
+    """The child process: started when first asked or before, replaced after a template has killed it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.child = JsonChild(Path(__file__).with_name("chat_template_worker.py"), json.dumps(_LIMITS | {"path": sys.path}))
 
-    def ask(self, request: bytes) -> list[dict[str, str]]:
+    def start(self) -> None:
         with self.lock:
             if self.child.process is None:
                 self.child.start()
+
+    def ask(self, request: bytes) -> list[dict[str, str]]:
+        with self.lock:
+            self.start()
             answer = self.child.ask(request)
             return [{"refused": _why_it_died(self.child.stop())}] if answer is None else answer["answers"]
 

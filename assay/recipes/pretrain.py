@@ -26,7 +26,7 @@ from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import next_token
 from assay.learn.optim import adamw, muon
 from assay.learn.sharded import StoredTensors
-from assay.model.placement import place_for_training, uncompiled
+from assay.model.placement import load_compiler_beside, place_for_training, uncompiled
 from assay.model.special_tokens import resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import (
@@ -154,6 +154,7 @@ def pretrain(config: Pretrain, say: Callable[[str], None] = print_line) -> RunOu
     """
     spent = TimeSpent()
     world, say = join_processes(config, say)
+    load_compiler_beside(world.device)
     corpus = open_corpus(local_path(config.corpus))
     assert_disjoint(corpus)
     require_held_out_documents(corpus)

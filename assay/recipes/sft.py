@@ -20,7 +20,7 @@ from assay.learn.low_bit_adamw import adamw_8bit, adamw_bf16_masters
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import Objective, next_token
 from assay.learn.optim import adamw
-from assay.model.placement import load_compiler_beside, uncompiled
+from assay.model.placement import uncompiled
 from assay.outcome import RunOutcome
 from assay.recipes.compute_dtype import asked_masters
 from assay.recipes.conversations import Conversations, describe_tuning, evaluated_every, load_conversations, refuse_nonsense
@@ -52,7 +52,6 @@ def sft(config: Sft, say: Callable[[str], None] = print_line) -> RunOutcome:
     refuse_nonsense(config)
     world, say = join_processes(config, say)
     device = world.device
-    load_compiler_beside(device)
     start = load_start(config, device, say, world)
     if world.rank > 0:
         return follow(world, start.model, next_token, config, partial(tuning_optimizer, config, start))

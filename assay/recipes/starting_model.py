@@ -21,11 +21,11 @@ from assay.guard.training_guards import check_adapted, stop_if_refuted
 from assay.learn.optim import load_state_tensors
 from assay.learn.sharded import StoredTensors
 from assay.learn.streamed import LazyTensors, Streaming
-from assay.model.chat_template import write_day
+from assay.model.chat_template import start_renderer, write_day
 from assay.model.families import hf_layout, one_from_foreign, scaled_context, to_foreign
 from assay.model.lora import LoraLinear, LoraSite, attach, fresh, live_factors, plan
 from assay.model.patch import Patch
-from assay.model.placement import frozen_tensors, place_for_inference, place_for_training, require_device
+from assay.model.placement import frozen_tensors, load_compiler_beside, place_for_inference, place_for_training, require_device
 from assay.model.resize_embeddings import resize_embeddings, with_new_tokens
 from assay.model.special_tokens import SpecialTokens, resolve_special_tokens
 from assay.model.tokenizer import Tokenizer
@@ -191,6 +191,9 @@ def day_of_run(folder: Path) -> datetime:
 
 def load_start(config: Trained, device: str, say: Callable[[str], None], world: World | None = None) -> StartingModel:
     write_day(day_of_run(Path(config.out)))
+    if device.startswith("cuda"):  # a machine with cores for it: they get ready while the weights are read
+        load_compiler_beside(device)
+        start_renderer()
     memory = refuse_unfit(config, device)
     refuse_base_dtype(config)
     in_parts = opens_in_parts(config)

@@ -8,6 +8,7 @@ from datetime import datetime
 import pytest
 
 from assay.errors import ArtifactError, DataError
+from assay.model import chat_template
 from assay.model.chat_template import render_template, render_templates, write_day
 
 CHATML = """{% for message in messages %}{% if loop.first and message.role != 'system' %}<|im_start|>system
@@ -182,3 +183,13 @@ def test_any_thread_and_a_forked_child_may_render():
     child.join(timeout=120)
     assert child.exitcode == 0
     assert len(right) == 120
+
+
+def test_a_process_that_was_started_early_is_the_one_that_renders():
+    chat_template._renderer().child.stop()
+    chat_template.start_renderer()
+    process = chat_template._renderer().child.process
+    assert process is not None
+    chat_template.start_renderer()
+    assert "hello" in render_template(CHATML, [{"role": "user", "content": "hello"}])
+    assert chat_template._renderer().child.process is process
