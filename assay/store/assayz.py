@@ -281,25 +281,25 @@ def levels_of(name: str, levels: int) -> int:
 
 
 def _finest_that_fits(source: SqueezeSource, max_bytes: int) -> tuple[int, dict[str, bytes]]:
-    """Finest number of levels that fits, by bisection, on the size of the file itself."""
+    """Finest number of levels that fits, by the size of the file itself. Twice the levels take a bit more a weight: what is left of the
+    bytes says which number to try next, and two neighbours, of which one fits and one does not, end the search."""
     def sized(levels: int) -> tuple[dict[str, bytes], int]:
         sections = source.sections(levels)
         return sections, len(source.file(levels, sections))
 
-    finest, size = sized(FINEST)
-    if size <= max_bytes:
-        return FINEST, finest
-    fits, too_fine = COARSEST, FINEST
+    weights, fits, too_fine = sum(matrix.size for matrix in source.matrices.values()), COARSEST, FINEST + 1
     best, size = sized(COARSEST)
     if size > max_bytes:
         raise UsageError(_does_not_fit(source, size, max_bytes))
+    tried = fits
     while too_fine - fits > 1:
-        middle = (fits + too_fine) // 2
-        tried, size = sized(middle)
+        likely = math.floor(tried * 2.0 ** min(8 * (max_bytes - size) / weights, 8.0))
+        tried = min(max(likely, fits + 1), too_fine - 1)
+        sections, size = sized(tried)
         if size <= max_bytes:
-            fits, best = middle, tried
+            fits, best = tried, sections
         else:
-            too_fine = middle
+            too_fine = tried
     return fits, best
 
 
