@@ -137,7 +137,9 @@ def three_turns(prompts: list[Any], trainer: Any, parts: Parts, group: int) -> d
         environment.reset(number)
     first = [tokenizer.encode(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False), add_special_tokens=False)
              for prompt in prompts]
-    completions, masks, rewards = [[] for _ in prompts], [[] for _ in prompts], [0.0] * len(prompts)
+    completions: list[list[int]] = [[] for _ in prompts]
+    masks: list[list[int]] = [[] for _ in prompts]
+    rewards = [0.0] * len(prompts)
 
     def answered(said: list[list[int]]) -> list[str]:
         answers = []

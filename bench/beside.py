@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,7 +107,8 @@ class Measured(Trainer):
 
     def end_loop(self) -> None:
         self._write(self.watch.read())
-        self.run.finish()
+        self.run.finish(None)
+        self.run.settle_proofs()
         unless_interrupted(self.run.interrupted)
         raise Enough
 
@@ -168,7 +169,7 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def measured(work: dict[str, Callable[[], str]], device: str) -> list[str]:
+def measured(work: Mapping[str, Callable[[], str]], device: str) -> list[str]:
     """A line a row, each printed as soon as it is known. One that fails says so, and the others are still measured."""
     lines = []
     for name, measure in work.items():

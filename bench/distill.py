@@ -22,7 +22,8 @@ from typing import Any
 from beside import Measured, peak_memory, surroundings, train_only, weights, without_proofs, write_rows
 
 from assay.comparison.pairwise import compare
-from assay.evaluation.teacher_agreement import Agreement, agreement_arms
+from assay.comparison.read_results import Arm, ScoredRun
+from assay.evaluation.teacher_agreement import Agreement
 from assay.model.placement import default_device, place_for_training
 from assay.recipes import distill, sft
 from assay.recipes.conversations import load_conversations
@@ -101,15 +102,25 @@ def cut(text: str, characters: int) -> Iterator[str]:
             piece = ""
 
 
+def arms(name: str, found: Agreement) -> list[Arm]:
+    """What `compare` takes: students who read the same documents, paired by document, each measure a group of its own."""
+    measures = {"KL to the teacher": (found.kl, True), "same likeliest token": (found.top1, False),
+                "cross-entropy": (found.student_ce, True)}  # and whether less is better
+    made = []
+    for metric, (values, lower) in measures.items():
+        scores = {str(document): (float(value),) for document, value in zip(found.ids, values, strict=True)}
+        made.append(Arm(name, metric, (ScoredRun(name, scores),), lower, metric, unit="documents"))
+    return made
+
+
 def judged(found: dict[str, Agreement]) -> tuple[list[str], list[Verdict]]:
     """What each student is worth, what each pair shows, and whether both goals were reached."""
     before, alone, taught = found.values()
     lines = [f"{name:20} " + "  ".join(f"{measure} {estimate}" for measure, estimate in each.estimates().items())
              for name, each in found.items()]
-    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in agreement_arms(name, found[name])])
+    shown = compare([arm for name in ("without the teacher", "with the teacher") for arm in arms(name, found[name])])
     lines += [one.sentence for one in shown]
-    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in agreement_arms(name,
-                                                                                                                             found[name])])]
+    lines += [one.sentence for one in compare([arm for name in ("as it began", "with the teacher") for arm in arms(name, found[name])])]
     fell, fell_alone = fall(before, taught), fall(before, alone)
     assert fell is not None
     kl = next(one for one in shown if one.metric.startswith("KL"))

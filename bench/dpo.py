@@ -21,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Counted(Clocked):
         super().__init__(clock, *given, **named)
         self.pairs, self.lines = list[int](), list[int]()
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[Step]:
+    def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
         return super().steps(map(self.counted, batches))
 
     def counted(self, batch: Batch) -> Batch:
@@ -238,7 +238,7 @@ def drawn_pair(number: int, length: int) -> dict[str, str]:
 
 
 def rows_of(bench: Bench) -> dict[str, Callable[[], str]]:
-    tuned = {"precompute_ref_log_probs": True, "gradient_checkpointing": False}
+    tuned: dict[str, Any] = {"precompute_ref_log_probs": True, "gradient_checkpointing": False}
     of_ours = min(6, bench.flags.steps) + bench.flags.steps
     work: dict[str, Callable[..., str]] = {
         "assay, one pair a row": partial(bench.ours, packing=False),

@@ -22,9 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import edit
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from assay.editing.facts import read_facts
 from assay.editing.rephrasings import read_wordings
@@ -33,7 +32,6 @@ from assay.model.placement import uncompiled
 from assay.recipes.edit import edit_texts
 from assay.store.artifact import build_model, open_artifact
 from assay.store.digests import environment
-from bench import edit
 
 PARTS = ("easyeditor", "easyeditor.util", "easyeditor.models", "easyeditor.models.rome", "easyeditor.models.memit")
 ANEW = {'f"cuda:{hparams.device}"': '"DEVICE"', "cur_out[0][": "cur_out[", ".output[0][": ".output["}

@@ -86,7 +86,7 @@ class Bench:
     began: float
     moments: dict[int, Tensor] = field(default_factory=dict)
     around: dict[tuple[int, int, int], Contexts] = field(default_factory=dict)
-    text_before: tuple | None = None  # type: ignore[type-arg]
+    text_before: tuple | None = None
     sought: dict[tuple[object, ...], tuple[list[Target], float]] = field(default_factory=dict)
 
     def know(self, layers: Sequence[int]) -> None:
@@ -296,7 +296,7 @@ def by_relation(bench: Bench, rows: Sequence[Row]) -> None:
             groups[bench.wordings.relation(fact)].append(fact.name)
         print(f"by relation, {len(row.facts)} facts, {row.name}: facts, said, paraphrase said")
         for relation, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-            kept = [[reply.says for reply in row.after.of(kind) if reply.question.fact in names]  # type: ignore[arg-type]
+            kept = [[reply.says for reply in row.after.of(kind) if reply.question.fact in names]
                     for kind in ("efficacy", "paraphrase")]
             print(f"  {relation:42} {len(names):4}  " + "  ".join(f"{sum(map(bool, said)) / max(1, len(said)):.2f}" for said in kept))
 

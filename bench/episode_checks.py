@@ -111,7 +111,7 @@ def measure(flags: argparse.Namespace, home: Path, watch: Stopwatch) -> None:
         Transformer.hidden = hidden  # type: ignore[method-assign]
         raise Enough
 
-    EpisodeCollector.check = judged_often  # type: ignore[method-assign]
+    EpisodeCollector.check = judged_often  # type: ignore[method-assign, assignment]
     ChatWriter.insert = watch.around("insert", ChatWriter.insert)  # type: ignore[method-assign]
     grpo.load_start = without_stops  # type: ignore[assignment]
     with contextlib.suppress(Enough):

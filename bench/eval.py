@@ -92,7 +92,8 @@ def theirs(folder: Path, prompts: list[tuple[int, ...]], stop_ids: list[int], fl
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = [prompt for prompt in prompts for _ in range(flags.k)]
     batches = [asked[i : i + flags.peer_batch] for i in range(0, len(asked), flags.peer_batch)]

@@ -1,10 +1,10 @@
 """Several processes: recipe × processes, replicated and sharded: digest, seconds a step, memory; and a run that changes hands.
 
-    python bench/processes.py > results/processes.txt         a few minutes on two cores; gloo, tiny models
-    python bench/processes.py dpo kto                         the table of these alone
-    python bench/processes.py memory                          what a process of sft holds of a model in parts, at its opening and later
-    python bench/processes.py story sft grpo                  the run that changes hands, of these alone
-    python bench/processes.py memory-lora memory-dpo          the same of an adapter on a frozen base, and of dpo with its reference
+    python -m bench.processes > results/processes.txt         a few minutes on two cores; gloo, tiny models
+    python -m bench.processes dpo kto                         the table of these alone
+    python -m bench.processes memory                          what a process of sft holds of a model in parts, at its opening and later
+    python -m bench.processes story sft grpo                  the run that changes hands, of these alone
+    python -m bench.processes memory-lora memory-dpo          the same of an adapter on a frozen base, and of dpo with its reference
 
 Processes are forked here and share this machine's cores: seconds a step show what the protocol costs, not a speed-up. On GPUs
 `torchrun --nproc-per-node 8 -m assay sft … --shards 8`, or `--fsdp`, writes the same digests and steps beside their seconds into its
@@ -79,8 +79,8 @@ def main() -> None:
 def unprove() -> None:
     """A proof looks at bytes, not at processes."""
     run.Prover = NoProver  # type: ignore[misc,assignment]
-    hand_over.prove = lambda request: [proven("whole", "not looked at")]  # type: ignore[assignment]
-    starting_model.prove_checkpoint = lambda folder, **_: [proven("whole", "not looked at")]  # type: ignore[assignment]
+    hand_over.prove = lambda *_, **__: [proven("whole", "not looked at")]
+    starting_model.prove_checkpoint = lambda *_, **__: [proven("whole", "not looked at")]
 
 
 def recipes(home: Path) -> dict[str, Recipe]:
@@ -143,7 +143,7 @@ def watched(home: Path, where: Path, name: str, model: str, in_parts: bool) -> N
     over, most, before = threading.Event(), [0], [0]
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back
     if not in_parts:
-        starting_model.opens_in_parts = lambda _: False
+        starting_model.opens_in_parts = lambda config: False
     usual = (Trainer.start_loop, ShardedModel.said_by_all)
 
     def note(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ def struck(recipe: Recipe, out: Path, options: dict[str, Any], step: int, number
                 os.kill(os.getpid(), number)
         return over(trainer)
 
-    Trainer.over = strike  # type: ignore[method-assign]
+    Trainer.over = strike  # type: ignore[method-assign, assignment]
     recipe(out, options)
 
 

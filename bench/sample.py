@@ -73,7 +73,7 @@ class Ours:
         """How many tokens came."""
         for request in requests:
             self.engine.submit(request)
-        return sum(len(progress.completion.ids) for progress in self.engine.drain())
+        return sum(len(progress.completion.ids) for progress in self.engine.drain() if progress.completion is not None)
 
     def sampling(self, new: int) -> Sampling:
         return Sampling(new, 0.7, 50)
@@ -170,7 +170,7 @@ def main() -> None:
         ours.run(make(1))
         seconds, made = [], 0
         for seed in range(2, 2 + flags.repeats):
-            asked, came = make(seed), []
+            asked, came = make(seed), list[int]()
             seconds.append(timed(lambda asked=asked, came=came: came.append(ours.run(asked))))
             made += came[0]
         speed = made / sum(seconds)

@@ -14,7 +14,7 @@ import argparse
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Timed(Clocked):
 
     real: list[int]
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[Step]:
+    def steps(self, batches: Iterable[Batch]) -> Generator[Step, None, None]:
         return super().steps(map(self.counted, batches))
 
     def counted(self, batch: Batch) -> Batch:
@@ -123,7 +123,7 @@ class Bench:
         import trl
 
         quiet()
-        flags, clock, real = self.flags, self.clock(3, self.flags.peer_steps), []
+        flags, clock, real = self.flags, self.clock(3, self.flags.peer_steps), list[int]()
         steps, began = flags.held_out_steps or clock.warm + flags.peer_steps, time.perf_counter()
         args = trl.SFTConfig(str(self.home / name), per_device_train_batch_size=rows or flags.batch, max_length=flags.length,
                              max_steps=steps, learning_rate=LR, warmup_steps=WARM_UP, lr_scheduler_type="cosine_with_min_lr",

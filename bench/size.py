@@ -15,7 +15,8 @@ linear layers, --rows × --length tokens a step, --micro rows at a time, AdamW. 
     open         a folder from the page cache to the device: seconds, and the host's peak memory beyond an empty process's
     lora         training steps as a run makes them (compiled, captured), without what a run does around them
     sft          `assay sft` whole: preflight, first save, steps, proofs and hand-over; first step counts from the command
-    sample       --streams requests of --prompt + --new tokens; `floor` is the share of the bandwidth bound by weights alone
+    sample       --streams requests of --prompt + --new tokens; `floor` is the share of the bandwidth bound by weights alone, `floor kv`
+                 of that by weights, keys and values, as bench/sample.py has it
     nf4-16gib    the same on a base in nf4, 1 × --length tokens a step with gradient checkpointing, in 16 GiB of GPU memory
     bf16-24gib   the same on the base in bf16, in 24 GiB
     same         losses of LoRA steps on the base in its file's dtype, in int8 and in nf4, beside the same base in fp32, three seeds: the
@@ -484,10 +485,18 @@ def row_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]:
             engine.submit(GenerationRequest(tuple(prompt), Sampling(flags.new, 0.7, 50), (str(i),)))
         return sum(len(progress.completion.ids) for progress in engine.drain() if progress.completion is not None)
 
-    return {"open s": opened} | sampled(flags, once, 2 * sum(p.numel() for p in model.parameters())) | memory(flags)
+    weights, config = 2 * sum(p.numel() for p in model.parameters()), model.config
+    cached = cached_bytes(flags, config.depth, config.kv_heads, config.head_dim)
+    return {"open s": opened} | sampled(flags, once, weights, cached) | memory(flags)
 
 
-def sampled(flags: argparse.Namespace, once: Callable[[], int], weight_bytes: int) -> dict[str, float]:
+def cached_bytes(flags: argparse.Namespace, depth: int, kv_heads: int, head_dim: int) -> int:
+    """Keys and values, in 2 bytes each, that the steps of all streams together read."""
+    a_token = 2 * 2 * depth * kv_heads * head_dim
+    return flags.streams * a_token * sum(flags.prompt + step for step in range(flags.new))
+
+
+def sampled(flags: argparse.Namespace, once: Callable[[], int], weight_bytes: int, cached: int) -> dict[str, float]:
     once()
     seconds, tokens = [], 0
     for _ in range(3):
@@ -497,8 +506,11 @@ def sampled(flags: argparse.Namespace, once: Callable[[], int], weight_bytes: in
         fence(flags)
         seconds.append(time.perf_counter() - began)
     each = statistics.median(seconds)
-    floor = {"floor": round(flags.new * weight_bytes / copy_rate() / each, 3)} if flags.device.startswith("cuda") else {}
-    return {"tokens/s": round(tokens / each)} | floor
+    if not flags.device.startswith("cuda"):
+        return {"tokens/s": round(tokens / each)}
+    weights = flags.new * weight_bytes / copy_rate() / each
+    return {"tokens/s": round(tokens / each), "floor": round(weights, 3),
+            "floor kv": round(weights * (1 + cached / (flags.new * weight_bytes)), 3)}
 
 
 def copy_rate() -> float:
@@ -560,7 +572,9 @@ def row_peer_sample(flags: argparse.Namespace, folder: Path) -> dict[str, float]
                              max_new_tokens=flags.new, min_new_tokens=flags.new, pad_token_id=0)
         return (out.shape[1] - prompts.shape[1]) * len(out)
 
-    return sampled(flags, once, 2 * sum(p.numel() for p in model.parameters())) | memory(flags)
+    config = model.config
+    cached = cached_bytes(flags, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return sampled(flags, once, 2 * sum(p.numel() for p in model.parameters()), cached) | memory(flags)
 
 
 ROWS: dict[str, Callable[[argparse.Namespace, Path], dict[str, float]]] = {
@@ -638,7 +652,7 @@ def how_far(printed: str | bytes | None) -> str:
 
 
 def print_table(rows: list[tuple[str, str, dict[str, Any]]]) -> None:
-    columns = ["open s", "first step s", "step s", "tokens/s", "s/completion", "floor", "proof s", "whole s", "peak GiB",
+    columns = ["open s", "first step s", "step s", "tokens/s", "s/completion", "floor", "floor kv", "proof s", "whole s", "peak GiB",
                "plan GiB", "held GiB", "host GiB", "worst"]
     print("\n| shape | row | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
     for name, row, result in rows:

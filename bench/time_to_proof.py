@@ -1,19 +1,22 @@
-"""Time to a proven result: the whole command `assay sft`, from its start to its exit code, and where the time went.
+"""Time to a proven result: the whole command `assay sft` or `assay grpo`, from its start to its exit code, and where the time went.
 
     python bench/time_to_proof.py                                        # random weights of SmolLM2-135M's shape, made-up sums, one GPU
     python bench/time_to_proof.py --runs 1 --limit 120 --profile         # cold alone, and the 40 costliest calls of the command
     python bench/time_to_proof.py --shape 1.7b --max-steps 15            # the whole model; --lora-r 16: an adapter
     python bench/time_to_proof.py --shape 8b --lora-r 16 --max-steps 6 --micro-batch-tokens 4096
     python bench/time_to_proof.py --model smollm2-135m --data gsm8k.jsonl
+    python bench/time_to_proof.py --verb grpo --model smollm2-135m --data gsm8k.jsonl --reward answer:1 format:0.1 --minutes 2.5
+    python bench/time_to_proof.py --verb grpo --minutes 2.5              # random weights, rewarded for what is as good as drawn
     python bench/time_to_proof.py --shape tiny --rows 200 --device cpu
+    python bench/time_to_proof.py --verb grpo --shape tiny --rows 4000 --device cpu --minutes 0.3 --max-completion-length 16
 
 The first run has no compilation cache, the second has the first one's. Both have Python's bytecode of the libraries, as after any
 installation by pip: where the machine's libraries have none it is written before the clock, and what that took is told. The table at the
 end has a row a run: the whole command from outside, with Python's start and imports; the first step; the parts that the run itself tells;
 how long the loop stood still for a checkpoint; what the witness said; and `assay prove` on what was handed over, alone, in a process that
 begins with nothing (of an adapter: its base is opened and hashed for it). `--limit` ends a command that takes longer, and the row says so;
-`--look` shows what every process was doing meanwhile. Goals on an H200: 135M, three epochs of GSM8K, 45 s cold and 30 s warm, its proof
-4 s, 0.2 s a save; 8B LoRA, first step 45 s, its adapter's proof 10 s; 1.7B, 1 s a save.
+`--look` adds a run that shows what every process was doing meanwhile. Goals on an H200: 135M, three epochs of GSM8K, 45 s cold and 30 s
+warm, its proof 4 s, 0.2 s a save; 8B LoRA, first step 45 s, its adapter's proof 10 s; 1.7B, 1 s a save.
 """
 
 import argparse
@@ -29,8 +32,10 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from size import REWARD
 from stacks import looked_at, timeline
 
 from assay.model.families import hf_layout, to_foreign
@@ -51,6 +56,7 @@ kept = keep_bytecode()
 import torch, torch._dynamo, torch._inductor.compile_fx, assay.recipes.sft, assay.guard.proof
 import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama, peft
 import sys; print("the libraries' own folders" if kept is None and sys.pycache_prefix is None else "Assay's cache")"""
+COLUMNS = {"sft": ("question", "answer"), "grpo": ("prompt", "gold_completion")}  # of the made-up sums
 NAMES, THINGS = ("Ann", "Ben", "Cleo", "Dan", "Eve"), ("apples", "books", "cards", "coins", "pens")
 
 
@@ -74,24 +80,34 @@ def random_model(where: Path, name: str, device: str) -> Path:
     return where
 
 
-def sums(where: Path, rows: int) -> Path:
-    """Problems and worked answers in GSM8K's layout, about as long."""
+def sums(where: Path, rows: int, columns: tuple[str, str]) -> Path:
+    """Problems and worked answers, about as long as GSM8K's."""
     made = random.Random(0)
 
     def row() -> dict[str, str]:
         name, thing, have, more = made.choice(NAMES), made.choice(THINGS), made.randint(2, 99), made.randint(2, 99)
-        return {"question": f"{name} has {have} {thing} and gets {more} more. How many {thing} does {name} have now?",
-                "answer": f"{name} begins with {have}. {have}+{more}=<<{have}+{more}={have + more}>>{have + more}.\n#### {have + more}"}
+        asked = f"{name} has {have} {thing} and gets {more} more. How many {thing} does {name} have now?"
+        answer = f"{name} begins with {have}. {have}+{more}=<<{have}+{more}={have + more}>>{have + more}.\n#### {have + more}"
+        return dict(zip(columns, (asked, answer), strict=True))
 
     where.write_text("".join(json.dumps(row()) + "\n" for _ in range(rows)))
     return where
 
 
-def command_time(arguments: list[str], environ: dict[str, str], log: Path, flags: argparse.Namespace) -> tuple[int, float, float | None]:
+def usual_options(flags: argparse.Namespace, more: list[str], home: Path) -> list[str]:
+    """Options of the verb that the bench gives where the command line does not."""
+    if flags.verb == "sft":
+        return ["--num-train-epochs", str(flags.epochs)]
+    (home / "drawn.py").write_text(REWARD)
+    return [] if "--reward" in more else ["--reward", f"{home / 'drawn.py'}:reward:1"]
+
+
+def command_time(arguments: list[str], environ: dict[str, str], log: Path, flags: argparse.Namespace, *,
+                 look: bool = False) -> tuple[int, float, float | None]:
     """Exit code (-9 where it was ended after --limit seconds), seconds in all, and seconds to the first line that tells of a step."""
     began, first, quiet = time.perf_counter(), None, flags.quiet
     profile = ["-m", "cProfile", "-o", f"{log}.profile"] if flags.profile else []
-    looking = looked_at(log.with_suffix("")) if flags.look else contextlib.nullcontext(dict[str, str]())
+    looking = looked_at(log.with_suffix("")) if look else contextlib.nullcontext(dict[str, str]())
     since = time.time()
     with looking as more, log.open("w") as kept, subprocess.Popen(
             [sys.executable, *profile, "-m", "assay", *arguments], env=os.environ | environ | more, text=True, stdout=subprocess.PIPE,
@@ -108,7 +124,7 @@ def command_time(arguments: list[str], environ: dict[str, str], log: Path, flags
                 first = now
     seconds = time.perf_counter() - began
     ending.cancel()
-    if flags.look:
+    if look:
         print(timeline(log.with_suffix(""), since), flush=True)
     if flags.profile and Path(f"{log}.profile").exists():
         pstats.Stats(f"{log}.profile").strip_dirs().sort_stats("cumulative").print_stats(40)
@@ -130,9 +146,9 @@ def import_all(environ: dict[str, str]) -> str:
 def told_by(run: Path) -> dict[str, str]:
     """Columns of a row, from the run's own ledger."""
     events = list(Ledger(run / "ledger.jsonl").events()) if (run / "ledger.jsonl").exists() else []
-    spent = next((event["seconds"] for event in events if event["kind"] == Event.TIME), {})
+    spent: dict[str, float] = next((event["seconds"] for event in events if event["kind"] == Event.TIME), {})
     saving = next((event for event in events if event["kind"] == Event.SAVING), None)
-    handed = next((event for event in events if event["kind"] == Event.HAND_OVER), {"verdicts": []})
+    handed: dict[str, Any] = next((event for event in events if event["kind"] == Event.HAND_OVER), {"verdicts": []})
     witness = next((verdict["outcome"] for verdict in handed["verdicts"] if verdict["check"] == "witness"), "-")
     stall = "-" if saving is None or not saving["checkpoints"] else f"{saving['seconds'] / saving['checkpoints']:.2f}"
     return {name: f"{spent[name]:.1f}" if name in spent else "-" for name in PARTS} | {"a save": stall, "witness": witness}
@@ -145,35 +161,37 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verb", choices=("sft", "grpo"), default="sft", help="options that are not listed here are the verb's own")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m", help="of random weights")
     parser.add_argument("--model", help="instead: a model")
     parser.add_argument("--data", help="instead of made-up sums: GSM8K's JSONL")
     parser.add_argument("--rows", type=int, default=7473, help="made-up sums")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3, help="of sft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=2, help="the first without a compilation cache")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a command is ended")
     parser.add_argument("--profile", action="store_true", help="show where a command's own process spends its time; it takes longer so")
-    parser.add_argument("--look", action="store_true", help="look at every process's stacks 20 times a second, and print a timeline")
+    parser.add_argument("--look", action="store_true", help="one run more: look at every process's stacks 20 times a second, and print "
+                                                             "a timeline")
     parser.add_argument("--quiet", action="store_true", help="do not show what the command prints")
     parser.add_argument("--home", help="where to work; a temporary folder otherwise")
     flags, more = parser.parse_known_args()
     home = Path(flags.home or tempfile.mkdtemp(prefix="time-to-proof-"))
     home.mkdir(parents=True, exist_ok=True)
     model = flags.model or str(random_model(home / "model", flags.shape, flags.device))
-    data = flags.data or str(sums(home / "sums.jsonl", flags.rows))
+    data = flags.data or str(sums(home / "sums.jsonl", flags.rows, COLUMNS[flags.verb]))
     caches = {name: str(home / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     print(import_all(caches), flush=True)
     found = list[dict[str, str]]()
-    for number in range(flags.runs):
-        out = home / f"run-{number}"
-        asked = ["sft", "--model", model, "--data", data, "--out", str(out), "--num-train-epochs", str(flags.epochs),
-                 "--device", flags.device, *more]
-        code, seconds, first = command_time(asked, caches, home / f"run-{number}.log", flags)
+    for number in range(flags.runs + flags.look):
+        out, look = home / f"run-{number}", number >= flags.runs
+        asked = [flags.verb, "--model", model, "--data", data, "--out", str(out), "--device", flags.device,
+                 *usual_options(flags, more, home), *more]
+        code, seconds, first = command_time(asked, caches, home / f"run-{number}.log", flags, look=look)
         handed = next((out / name for name in ("model", "adapter") if (out / name).exists()), None)
         proof = None if handed is None else command_time(["prove", str(handed), "--device", flags.device], caches,
-                                                         home / f"proof-{number}.log", flags)
-        found.append({"cache": "warm" if number else "cold", "command s": f"{seconds:.1f}", "exit": str(code),
+                                                         home / f"proof-{number}.log", flags, look=look)
+        found.append({"cache": "looked at" if look else "warm" if number else "cold", "command s": f"{seconds:.1f}", "exit": str(code),
                       "first step s": "-" if first is None else f"{first:.1f}", **told_by(out),
                       "prove alone s": "-" if proof is None else f"{proof[1]:.1f} (exit {proof[0]})"})
         print(f"\n{table(found)}", flush=True)

@@ -30,8 +30,9 @@ from typing import Any
 from tests.mutants import forked_runs
 from tests.mutants.campaign import Bench, Slot, run_all
 from tests.mutants.forked_runs import TIMED_OUT, Ended, ForkedRun
-from tests.mutants.reference_runs import FIRST_RUNS, REFERENCE_RUNS, ReferenceRun
+from tests.mutants.reference_runs import REFERENCE_RUNS, ReferenceRun
 
+KILLED = ("sft", "lora", "pretrain", "distill", "distill-stored", "grpo", "edit", "ttt", "eval", "corpus", "export", "merge")
 LIMIT = 300.0  # seconds that one command may take, undisturbed
 MOST = 3  # kills of one run
 RESULTS = ("run/model/*.safetensors", "run/adapter/*.safetensors", "run/ttt.json", "run/eval.jsonl", "scores/*.jsonl", "made/**/*.bin",
@@ -55,7 +56,7 @@ def longer(run: ReferenceRun) -> ReferenceRun:
     return replace(run, words=tuple(words))
 
 
-RUNS = tuple(longer(run) for run in REFERENCE_RUNS if run.name in FIRST_RUNS and not run.said and run.name != "resume") + PREFERENCES
+RUNS = tuple(longer(run) for run in REFERENCE_RUNS if run.name in KILLED) + PREFERENCES
 
 
 @dataclass
