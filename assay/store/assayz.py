@@ -52,6 +52,7 @@ FINEST, COARSEST = 127, 15  # levels: int8, int5
 REACH = 4.0  # rms of a row that its levels cover
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of a row's largest weight, where 127 codes do not reach it at this step
 STEP_CODES = 16  # a factor of two, in steps of 4.4 %
+GUESSES = 6  # of the number of levels that fits
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,8 @@ def levels_of(name: str, levels: int) -> int:
 
 def _finest_that_fits(source: SqueezeSource, max_bytes: int) -> tuple[int, dict[str, bytes]]:
     """Finest number of levels that fits, by the size of the file itself. Twice the levels take a bit more a weight: what is left of the
-    bytes says which number to try next, and two neighbours, of which one fits and one does not, end the search."""
+    bytes says which number to try next, and two neighbours, of which one fits and one does not, end the search. Of weights that take less,
+    because most are 0, that says little: after a few guesses the middle is tried."""
     def sized(levels: int) -> tuple[dict[str, bytes], int]:
         sections = source.sections(levels)
         return sections, len(source.file(levels, sections))
@@ -291,10 +293,11 @@ def _finest_that_fits(source: SqueezeSource, max_bytes: int) -> tuple[int, dict[
     best, size = sized(COARSEST)
     if size > max_bytes:
         raise UsageError(_does_not_fit(source, size, max_bytes))
-    tried = fits
+    tried, guesses = fits, 0
     while too_fine - fits > 1:
         likely = math.floor(tried * 2.0 ** min(8 * (max_bytes - size) / weights, 8.0))
-        tried = min(max(likely, fits + 1), too_fine - 1)
+        tried = min(max(likely, fits + 1), too_fine - 1) if guesses < GUESSES else (fits + too_fine) // 2
+        guesses += 1
         sections, size = sized(tried)
         if size <= max_bytes:
             fits, best = tried, sections

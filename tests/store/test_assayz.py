@@ -151,6 +151,21 @@ def test_the_finest_precision_that_fits_is_taken(tmp_path):
     assert COARSEST < taken[-1] < taken[1] < FINEST
 
 
+@pytest.mark.parametrize("kept", [1.0, 0.5, 0.05])
+def test_the_search_is_short_whatever_share_of_the_weights_is_zero(kept, monkeypatch):
+    """Where most are, twice the levels take far less than a bit more a weight, and what is left of the bytes says little."""
+    config, draw = tiny_config("llama"), generator(1)
+    tensors = {name: p.detach() * (torch.rand(p.shape, generator=draw) < kept) for name, p in initialised(config, 0).named_parameters()}
+    source, sized, sections = SqueezeSource(model(config, tensors), TOKENIZER), [], SqueezeSource.sections
+    monkeypatch.setattr(source, "sections", lambda levels: (sized.append(levels), sections(source, levels))[1])
+    least, most = (len(source.file(levels, source.sections(levels))) for levels in (COARSEST, FINEST))
+    for max_bytes in range(least, most, (most - least) // 5):
+        sized.clear()
+        levels, _ = format._finest_that_fits(source, max_bytes)
+        assert len(sized) <= 14
+        assert len(source.file(levels, sections(source, levels))) <= max_bytes
+
+
 def test_tables_are_a_bit_finer(tmp_path):
     report = write_assayz(model(tiny_config("llama")), tmp_path / "m", 55_000)
     assert report.levels < 63
