@@ -177,6 +177,7 @@ class Run:
         self._looping = True  # until `end_loop`
         self._finished = False  # True between `finish` and `settle_proofs`
         self._best_at_end: Path | None = None
+        self._replayed_early: list[Path] = []  # kept steps whose replays the proof of the last checkpoint speaks of
         self.headroom = 0  # bytes of the GPU that the run will still take: a proof leaves them free
         self._judged_often = 0
         self.memory_seen = 0  # bytes of the GPU, what CUDA graphs hold counted too
@@ -299,7 +300,8 @@ class Run:
             if not self._prover.busy:
                 self._retire(best, needed)
             self.settle_records()
-            led_here = [record for record in pending_records(self.folder) if record.name <= where.name]  # others came since
+            kept = dict.fromkeys([*self._replayed_early, *pending_records(self.folder)])  # a replay that is done is pending no more
+            led_here = [record for record in kept if record.name <= where.name]  # others came since
             led_here += pending_looks(self.folder, step)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,
                                records=led_here)
@@ -351,7 +353,8 @@ class Run:
         self._looping = False
         self._prover.wait_no_longer()
         if self.interrupted is None:  # else no checkpoint need follow
-            self._prover.replay_early(pending_records(self.folder), self.probing, self.headroom)
+            self._replayed_early = pending_records(self.folder)
+            self._prover.replay_early(self._replayed_early, self.probing, self.headroom)
         self.spent.phase("proving")
         cost = self.save_cost
         self.ledger.append(Event.SAVING, seconds=cost.seconds, checkpoints=cost.times, copies=cost.copies, slowed=slowed, loop=cost.loop)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from assay.store.saving import BackgroundSaver
 from assay.strict_json import read_json_lines
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Verdict, proven, refuted, unproven
+from assay.witness.replay import RECORD, SAID, WITNESS_FOLDER
 from tests.recipes.sittings import EVERY, events, options, rows, saved_steps, sit
 from tests.refusals import stopped_by
 
@@ -237,6 +239,31 @@ def test_nor_while_one_that_began_after_the_next_save_was_asked_for(run: Run, mo
         run.save(step, Contents("model", {"w": torch.ones(3)}), best=None)
     run.settle()
     assert saved_steps(run.config) == [0, 1, 2, 3, 4]
+
+
+def test_a_replay_that_is_done_before_the_last_checkpoint_is_written_is_spoken_of_in_its_proof(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Begun when the loop ends, it may be over while the last evaluation goes on."""
+    record = run.folder / WITNESS_FOLDER / "step-000001"
+    record.mkdir(parents=True)
+    (record / RECORD).write_text("{}")
+
+    def replayed(records: list[Path], *_: Any, **__: Any) -> list[Verdict]:
+        for each in records:
+            (each / SAID).write_text("{}")
+        return [refuted("witness", "another step")]
+
+    monkeypatch.setattr(proof, "ask_witness", replayed)
+    monkeypatch.setattr(proof, "prove", lambda *_, **__: [proven("whole", "all is there")])
+    monkeypatch.setattr(proof.PROVING_PROCESSES, "_early", 2)
+    run._prover = Prover()
+    run.end_loop(1, 0.0)
+    while not (record / SAID).exists():
+        time.sleep(0.01)
+    where = run.save(1, Contents("model", {"w": torch.ones(3)}), best=None)
+    run.finish(None)
+    with pytest.raises(GuardStop, match="another step"):
+        run.settle_proofs()
+    assert open_checkpoint(where).quarantined
 
 
 # ---------------------------------------------------------------- failures beside the loop
