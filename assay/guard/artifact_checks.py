@@ -293,7 +293,8 @@ def _moved(subject: ProofSubject) -> Verdict:
         return refuted("lineage", words)
     pairs = tensor_pairs(subject) if unrecorded else _pairs(subject.against, subject.artifact)
     movement = {name: (before, after) for name, before, after in pairs}
-    apart = read_numbers({name: (after.float() - before.float()).abs().max() for name, before, after in _carried(subject, movement)})
+    apart = read_numbers({name: (after.float() - before.float()).abs().max() for name, before, after in _carried(subject, movement)
+                          if before.numel()})
     moved = {name: far for name, far in apart.items() if far != 0}
     if not moved:
         return refuted("lineage", f"every one of {len(movement)} tensors equals the parent's: nothing was learned, "

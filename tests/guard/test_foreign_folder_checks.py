@@ -17,6 +17,7 @@ from assay.store.artifact import merged_tensors, open_artifact
 from assay.testing.tiny_models import (
     examine_folder,
     nudge,
+    rewrite_tensors,
     save_adapter,
     save_hf_folder,
     save_model,
@@ -84,6 +85,16 @@ def test_a_child_with_rows_for_new_tokens_and_a_head_of_its_own_is_its_parents(t
     verdict = found("lineage", verdicts := examine_folder(Path(folders[1]), against=folders[0]))
     assert verdict.outcome is Outcome.PROVEN, verdict.reason
     assert not [each for each in verdicts if each.outcome is Outcome.REFUTED]
+
+
+def test_an_empty_tensor_that_no_layer_reads_is_no_damage(tmp_path: Path):
+    """Some GPT-2 folders hold buffers besides the weights; of nothing there is no largest change."""
+    parent = tiny_model("gpt2")
+    folders = [save_hf_folder(tmp_path / "parent", parent), save_hf_folder(tmp_path / "child", nudge(parent))]
+    for folder in folders:
+        rewrite_tensors(folder / "model.safetensors", lambda tensors: tensors | {"transformer.h.0.attn.bias": torch.zeros(0, 3)})
+    verdict = found("lineage", examine_folder(folders[1], against=str(folders[0]), probing=_NO_TEXTS))
+    assert verdict.outcome is Outcome.PROVEN, verdict.reason
 
 
 def test_another_width_is_still_another_geometry(tmp_path: Path):
