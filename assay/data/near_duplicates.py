@@ -6,16 +6,21 @@ bins; a document's signature is the least hash in each bin, empty bins borrowing
 Documents that agree in all eight entries of one of 16 bands are compared; of those that are alike the first in the order of the files
 stays. Documents of fewer than five words are duplicates only where they are equal.
 
-Memory: about 400 bytes a document, whatever its length.
+Memory: about 100 bytes a document, whatever its length; and 384 on the disk of the output while it is at work, where near copies are looked
+for: signatures, and bands, of which one is in memory at a time.
 """
 
 import hashlib
+import os
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +28,7 @@ from numpy.typing import NDArray
 from assay.data.data_files import row_object
 from assay.data.overlap import Hashes, as_compared, hash_spans, mix_bits, word_places
 from assay.errors import DataError, GuardStop
+from assay.store.durable import nameless_file
 
 PlacedLine = tuple[str, bytes]  # file:line, and a row as one line of JSON
 RUN_WORDS = 5
@@ -30,6 +36,7 @@ NEAR_COPY = 0.8  # share of runs in common from which on a document is a near co
 BINS, BANDS = 128, 16
 KNOWN_LIKENESS = 0.15  # four standard errors of a signature's estimate
 BLOCK_BYTES = 1 << 20  # of rows that a worker is given at a time
+_PAIRS = 1 << 15  # of signatures that are compared at a time
 _BIN_SHIFT, _LOW = np.uint64(64 - 7), np.uint64((1 << 40) - 1)
 _EMPTY = np.uint64((1 << 64) - 1)
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -45,6 +52,30 @@ class Prints(NamedTuple):
     bands: NDArray[np.uint64]  # (documents, BANDS)
     signed: NDArray[np.bool_]  # (documents,)
 
+    def band(self, number: int) -> NDArray[np.uint64]:
+        return self.bands[:, number]
+
+    def signatures(self, documents: NDArray[np.int64]) -> NDArray[np.uint16]:
+        return self.signature[documents]
+
+
+class StoredPrints(NamedTuple):
+    """Fingerprints of many documents: `signature_file` and the `band_files` hold what `Prints` do, a document's after the one's before."""
+
+    exact: NDArray[np.uint64]
+    signed: NDArray[np.bool_]
+    signature_file: IO[bytes]
+    band_files: list[IO[bytes]]
+
+    def band(self, number: int) -> NDArray[np.uint64]:
+        self.band_files[number].seek(0)
+        return np.fromfile(self.band_files[number], np.uint64, len(self.exact))
+
+    def signatures(self, documents: NDArray[np.int64]) -> NDArray[np.uint16]:
+        size, file = BINS * np.dtype(np.uint16).itemsize, self.signature_file.fileno()
+        read = b"".join(os.pread(file, size, document * size) for document in documents.tolist())
+        return np.frombuffer(read, np.uint16).reshape(len(documents), BINS)
+
 
 @dataclass(frozen=True)
 class Duplicates:
@@ -59,7 +90,7 @@ class Duplicates:
         return self.first == np.arange(len(self.first))
 
 
-def find_duplicates(prints: Prints, threshold: float | None) -> Duplicates:
+def find_duplicates(prints: Prints | StoredPrints, threshold: float | None) -> Duplicates:
     """Documents equal to an earlier one, and, with a threshold, those at least so similar to one."""
     first = np.arange(len(prints.exact))
     _, at, inverse = np.unique(prints.exact, return_index=True, return_inverse=True)
@@ -70,23 +101,27 @@ def find_duplicates(prints: Prints, threshold: float | None) -> Duplicates:
     return Duplicates(first, exact, int((first != np.arange(len(first))).sum()) - exact)
 
 
-def _join_alike(prints: Prints, first: NDArray[np.int64], threshold: float) -> NDArray[np.int64]:
+def _join_alike(prints: Prints | StoredPrints, first: NDArray[np.int64], threshold: float) -> NDArray[np.int64]:
     """Documents of one bucket are compared with the bucket's earliest; what is alike is one group, known by its earliest."""
     group = first.copy()
+    chosen = np.flatnonzero(prints.signed & (first == np.arange(len(first))))  # of exact copies the first speaks for all
     for band in range(BANDS):
-        chosen = np.flatnonzero(prints.signed & (first == np.arange(len(first))))  # of exact copies the first speaks for all
-        order = chosen[np.argsort(prints.bands[chosen, band], kind="stable")]
-        keys = prints.bands[order, band]
+        keys = prints.band(band)[chosen]
+        by_key = np.argsort(keys, kind="stable")
+        order, keys = chosen[by_key], keys[by_key]
         begins = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(order) else np.zeros(0, np.int64)
         leaders = np.repeat(order[begins], np.diff(np.append(begins, len(order))))
-        pairs = leaders != order
+        pairs = group[leaders] != group[order]  # those of one group are joined already
         one, other = leaders[pairs], order[pairs]
-        alike = np.concatenate([(prints.signature[one[at : at + 65536]] == prints.signature[other[at : at + 65536]]).mean(1) >= threshold
-                                for at in range(0, len(one), 65536)] or [np.zeros(0, np.bool_)])
+        parts = [slice(at, at + _PAIRS) for at in range(0, len(one), _PAIRS)]
+        alike = np.concatenate([(prints.signatures(one[part]) == prints.signatures(other[part])).mean(1) >= threshold for part in parts]
+                               or [np.zeros(0, np.bool_)])
         for leader, follower in zip(one[alike].tolist(), other[alike].tolist(), strict=True):
             a, b = _root(group, leader), _root(group, follower)
             group[max(a, b)] = min(a, b)
-    return np.array([_root(group, int(group[document])) for document in range(len(group))], np.int64)
+    while not np.array_equal(group, above := group[group]):
+        group = above
+    return group
 
 
 def refuse_wrong_likeness() -> None:
@@ -225,20 +260,35 @@ def line_blocks(lines: Iterable[PlacedLine], size: int = BLOCK_BYTES) -> Iterato
         yield block
 
 
-def prints_of_lines(lines: Iterable[PlacedLine], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Prints:
-    """Fingerprints of JSON rows, in their order, computed by `workers` processes; `signed` where near copies are looked for."""
+def prints_of_lines(lines: Iterable[PlacedLine], *, field: str | None = None, workers: int = 1, signed: bool = True) -> Iterator[Prints]:
+    """Fingerprints of JSON rows in their order, block after block, computed by `workers` processes; `signed` where near copies are looked
+    for."""
     blocks = line_blocks(lines)
     if workers < 2:
-        return joined_prints([lines_prints(block, field, signed) for block in blocks])
-    found, waiting = list[Prints](), deque[Future[Prints]]()
+        yield from (lines_prints(block, field, signed) for block in blocks)
+        return
+    waiting = deque[Future[Prints]]()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         for block in blocks:
             waiting.append(pool.submit(lines_prints, block, field, signed))
             if len(waiting) > 3 * workers:
-                found.append(waiting.popleft().result())
-        found += [each.result() for each in waiting]
-    return joined_prints(found)
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
-def joined_prints(parts: Sequence[Prints]) -> Prints:
-    return Prints(*(np.concatenate(streams) for streams in zip(*(parts or [document_prints([])]), strict=True)))
+@contextmanager
+def stored_prints(blocks: Iterable[Prints], out: Path) -> Iterator[StoredPrints]:
+    """Fingerprints of all blocks; what is long of them in temporary files beside `out`."""
+    exact, signed = array("Q"), bytearray()
+    with ExitStack() as opened:
+        signature_file, *band_files = (opened.enter_context(nameless_file(out)) for _ in range(1 + BANDS))
+        for block in blocks:
+            exact.frombytes(block.exact.tobytes())
+            signed += block.signed.tobytes()
+            signature_file.write(block.signature.tobytes())
+            for number, file in enumerate(band_files if block.bands.size else []):
+                file.write(block.band(number).tobytes())
+        for file in (signature_file, *band_files):
+            file.flush()
+        yield StoredPrints(np.frombuffer(exact, np.uint64), np.frombuffer(signed, np.bool_), signature_file, band_files)

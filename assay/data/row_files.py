@@ -1,26 +1,40 @@
 """Row files mixed, split, deduplicated and inspected: every row stays the bytes that it was, and what was done is counted.
 
 Rows of .jsonl files are copied as they stand; those of other kinds are written as JSON. What is written is written whole or not at all.
+Files are read more than once and never held: memory keeps some tens of bytes of each row (indexed_rows.py, near_duplicates.py). A row
+that changed between two readings is refused.
 """
 
 import hashlib
 import json
 import math
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from itertools import compress, cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from assay.data.data_files import MAX_DOCUMENT_BYTES, DataRow, TextSource, open_source, read_rows, row_object, source_lines
 from assay.data.hub_datasets import local_data
+from assay.data.indexed_rows import IndexedRows, changed_row, held_file, indexed_copy
 from assay.data.layouts import CONVERSATION_LAYOUTS
-from assay.data.mixture import WeightedSource, placed_row, rows_given, rows_until_empty, whole_shares
-from assay.data.near_duplicates import NEAR_COPY, PlacedLine, find_duplicates, prints_of_lines, refuse_wrong_likeness
-from assay.data.order import permuted_places
+from assay.data.mixture import WeightedSource, placed_row, rows_given, rows_until_empty, source_cycle, whole_shares
+from assay.data.near_duplicates import (
+    NEAR_COPY,
+    Duplicates,
+    PlacedLine,
+    find_duplicates,
+    prints_of_lines,
+    refuse_wrong_likeness,
+    stored_prints,
+)
 from assay.errors import DataError, GuardStop, UsageError
 from assay.seeds import derive
 from assay.store import durable
@@ -44,14 +58,55 @@ def placed_lines(name: str) -> Iterator[PlacedLine]:
         found = True
         yield placed
     if not found:
-        raise DataError(f"{name}: there is no row in it")
+        raise no_row_in(name)
+
+
+def no_row_in(name: str) -> DataError:
+    return DataError(f"{name}: there is no row in it")
 
 
 def _jsonl_lines(source: TextSource) -> Iterator[PlacedLine]:
+    return ((where, line if line.endswith(b"\n") else line + b"\n") for where, _, line in _lines_at(source))
+
+
+def _lines_at(source: TextSource) -> Iterator[tuple[str, int, bytes]]:
+    """Lines that are not blank, as they stand, each with its place in words and in bytes."""
+    start = 0
     with open_source(source) as file:
         for number, line in source_lines(source, file, 6 * MAX_DOCUMENT_BYTES):
             if line.strip():
-                yield f"{source.path}:{number}", line if line.endswith(b"\n") else line + b"\n"
+                yield f"{source.path}:{number}", start, line
+            start += len(line)
+
+
+@contextmanager
+def indexed_rows(name: str, out: Path) -> Iterator[IndexedRows]:
+    """Every row of a file, each of which was read once and is a row; those that lie in no .jsonl file as JSON in a file beside `out`."""
+    path = local_data(name)
+    if not (path.is_file() and path.name.endswith(".jsonl")):
+        with indexed_copy(name, row_lines(name), out) as index:
+            yield index
+        return
+    source = TextSource(path, path.name)
+    with held_file(source) as file:
+        index = IndexedRows(name, file)
+        for where, start, line in _lines_at(source):
+            row_object(line, where)
+            index.note(start, line)
+        if not len(index):
+            raise no_row_in(name)
+        yield index
+
+
+def rows_read_again(lines: Iterable[PlacedLine], hashes: Sequence[int], name: str) -> Iterator[PlacedLine]:
+    """Rows of a second reading, which are those of the first by their hashes, neither more nor fewer."""
+    number = -1
+    for number, (where, line) in enumerate(lines):
+        if number == len(hashes) or hash(line) != hashes[number]:
+            raise changed_row(name, number)
+        yield where, line
+    if number + 1 < len(hashes):
+        raise changed_row(name, number + 1)
 
 
 def written_row(row: DataRow) -> PlacedLine:
@@ -144,30 +199,26 @@ def in_pieces(lines: Iterable[bytes], size: int = 1 << 20) -> Iterator[bytes]:
 
 def mix_rows(sources: Sequence[WeightedSource], out: str, *, rows: int | None, epochs: int, seed: int) -> dict[str, Any]:
     """Rows of several files by their weights, each file in an order of its own; until `rows`, or until a file was read `epochs` times."""
-    texts = [list(row_lines(source.name)) for source in sources]
-    shares = whole_shares([source.weight or Fraction(1) for source in sources])
-    there = rows_until_empty([epochs * len(lines) for lines in texts], shares)
-    out_first = sources[placed_row(there, shares).source].name
-    if rows is not None and rows > there:
-        raise DataError(f"{out_first} has been read {epochs} time(s) after {there:,} of {rows:,} rows; lower --n or its weight, or raise "
-                        "--epochs")
-    total = there if rows is None else rows
-    digest = write_lines(out, mixed_lines(texts, shares, total, seed), total)
+    refuse_existing(Path(out))
+    with ExitStack() as opened:
+        files = [opened.enter_context(indexed_rows(source.name, Path(out))) for source in sources]
+        shares = whole_shares([source.weight or Fraction(1) for source in sources])
+        there = rows_until_empty([epochs * len(file) for file in files], shares)
+        out_first = sources[placed_row(there, shares).source].name
+        if rows is not None and rows > there:
+            raise DataError(f"{out_first} has been read {epochs} time(s) after {there:,} of {rows:,} rows; lower --n or its weight, or "
+                            "raise --epochs")
+        total = there if rows is None else rows
+        digest = write_lines(out, mixed_lines(files, shares, total, seed), total)
     given = rows_given(total, shares)
     return {"file": out, "sha256": digest, "rows": sum(given), "ran_out": out_first if rows is None else None, "sources": {
-        source.name: {"rows": count, "share": count / max(1, sum(given)), "asked": share / sum(shares), "times_read": count / len(lines)}
-        for source, count, share, lines in zip(sources, given, shares, texts, strict=True)}}
+        source.name: {"rows": count, "share": count / max(1, sum(given)), "asked": share / sum(shares), "times_read": count / len(file)}
+        for source, count, share, file in zip(sources, given, shares, files, strict=True)}}
 
 
-def mixed_lines(texts: Sequence[Sequence[bytes]], shares: tuple[int, ...], rows: int, seed: int) -> Iterator[bytes]:
-    orders: dict[tuple[int, int], list[int]] = {}
-    for row in range(rows):
-        source, number = placed_row(row, shares)
-        epoch, place = divmod(number, len(texts[source]))
-        if (source, epoch) not in orders:
-            key = derive(derive(seed, "source", source), "order", epoch)
-            orders[source, epoch] = permuted_places(np.arange(len(texts[source])), len(texts[source]), key).tolist()
-        yield texts[source][orders[source, epoch][place]]
+def mixed_lines(files: Sequence[IndexedRows], shares: tuple[int, ...], rows: int, seed: int) -> Iterator[bytes]:
+    orders = [file.in_order(derive(seed, "source", source)) for source, file in enumerate(files)]
+    return (next(orders[source]) for source in islice(cycle(source_cycle(shares)), rows))
 
 # ---------------------------------------------------------------- splitting
 
@@ -192,24 +243,36 @@ def split_rows(name: str, folder: str, *, held_out: float, seed: int) -> dict[st
     """FOLDER/train.jsonl and FOLDER/held-out.jsonl. Who is held out depends on what a row says and on the seed; copies go to one side."""
     refuse_existing(*(Path(folder) / f"{side}.jsonl" for side in ("train", "held-out")))
     refuse_wrong_contents()
-    contents = [row_content(line, where) for where, line in placed_lines(name)]
-    ordered = sorted(set(contents), key=lambda content: derive(seed, "held-out", content))
-    count = round(held_out * len(ordered))
-    if not 0 < count < len(ordered):
-        raise UsageError(f"--share {held_out:g} of {len(ordered)} different rows are {count}; expected at least one on each side")
-    apart, found = set(ordered[:count]), dict[str, Any]()
+    contents, hashes = array("Q"), array("q")
+    for where, line in placed_lines(name):
+        contents.append(int(row_content(line, where), 16))
+        hashes.append(hash(line))
+    apart, different = rows_apart(contents, held_out, seed)
+    found = dict[str, Any]()
     for side, wanted in (("train", False), ("held-out", True)):
-        out = str(Path(folder) / f"{side}.jsonl")
-        rows = sum((content in apart) is wanted for content in contents)
-        lines = (line for (_, line), content in zip(placed_lines(name), contents, strict=True) if (content in apart) is wanted)
-        found[side] = {"file": out, "rows": rows, "sha256": write_lines(out, lines, rows)}
-    return found | {"copies": len(contents) - len(ordered), "near": near_across(name, [content in apart for content in contents])}
+        out, rows = str(Path(folder) / f"{side}.jsonl"), int((apart == wanted).sum())
+        lines = compress(rows_read_again(placed_lines(name), hashes, name), (apart == wanted).tobytes())
+        found[side] = {"file": out, "rows": rows, "sha256": write_lines(out, (line for _, line in lines), rows)}
+    with stored_prints(prints_of_lines(rows_read_again(placed_lines(name), hashes, name)), Path(out)) as prints:
+        near = near_across(find_duplicates(prints, NEAR_COPY), apart)
+    return found | {"copies": len(contents) - different, "near": near}
 
 
-def near_across(name: str, held_out: Sequence[bool]) -> int:
+def rows_apart(contents: Sequence[int], held_out: float, seed: int) -> tuple[NDArray[np.bool_], int]:
+    """Whether each row is held out, and how many different rows there are."""
+    different, content_of = np.unique(np.array(contents, np.uint64), return_inverse=True)
+    count = round(held_out * len(different))
+    if not 0 < count < len(different):
+        raise UsageError(f"--share {held_out:g} of {len(different)} different rows are {count}; expected at least one on each side")
+    places = np.fromiter((derive(seed, "held-out", f"{content:016x}") for content in different.tolist()), np.int64, len(different))
+    chosen = np.zeros(len(different), np.bool_)
+    chosen[np.argsort(places, kind="stable")[:count]] = True
+    return chosen[content_of], len(different)
+
+
+def near_across(found: Duplicates, apart: NDArray[np.bool_]) -> int:
     """How many rows that are held out are near copies of rows that are not: what is measured on them is partly memory."""
-    groups, apart = find_duplicates(prints_of_lines(placed_lines(name)), NEAR_COPY).first, np.array(held_out)
-    return int(np.isin(groups[apart], groups[~apart]).sum())
+    return int(np.isin(found.first[apart], found.first[~apart]).sum())
 
 # ---------------------------------------------------------------- duplicates
 
@@ -217,11 +280,19 @@ def near_across(name: str, held_out: Sequence[bool]) -> int:
 def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, field: str | None, workers: int) -> dict[str, Any]:
     """The rows of all files without those that repeat an earlier one: all of it or, with a threshold, nearly its words."""
     refuse_wrong_likeness()
-    prints = prints_of_lines(lines_of_all(names), field=field, workers=workers, signed=threshold is not None)
-    found = find_duplicates(prints, threshold)
+    refuse_existing(Path(out))
+    hashes = array("q")
+
+    def noted() -> Iterator[PlacedLine]:
+        for where, line in lines_of_all(names):
+            hashes.append(hash(line))
+            yield where, line
+
+    with stored_prints(prints_of_lines(noted(), field=field, workers=workers, signed=threshold is not None), Path(out)) as prints:
+        found = find_duplicates(prints, threshold)
     kept = found.kept
-    lines = (line for (_, line), keep in zip(lines_of_all(names), kept, strict=True) if keep)
-    digest = write_lines(out, lines, int(kept.sum()))
+    lines = compress(rows_read_again(lines_of_all(names), hashes, ", ".join(names)), kept.tobytes())
+    digest = write_lines(out, (line for _, line in lines), int(kept.sum()))
     repeated = np.flatnonzero(~kept)
     return {"file": out, "sha256": digest, "rows": len(kept), "kept": int(kept.sum()), "exact": found.exact, "near": found.near,
             "threshold": threshold, "pairs": [[int(row) + 1, int(found.first[row]) + 1] for row in repeated[:10]]}
@@ -236,22 +307,22 @@ def lines_of_all(names: Sequence[str]) -> Iterator[PlacedLine]:
 def look_at_rows(name: str, limit: int | None = None) -> dict[str, Any]:
     """Columns with their kinds, how long rows are, how many repeat others, which layout they have, and the first of them."""
     columns, kinds = Counter[str](), dict[str, Counter[str]]()
-    lengths, contents, layouts, first = list[int](), set[str](), Counter[str](), list[dict[str, Any]]()
+    lengths, contents, layouts, first = array("q"), array("Q"), Counter[str](), list[dict[str, Any]]()
     for row in read_rows(local_data(name), limit=limit):
         columns.update(key for key, value in row.values.items() if value is not None)
         for key, value in row.values.items():
             kinds.setdefault(key, Counter())[type(value).__name__] += 1
         shown = without_nan(row.values, str)  # JSON has no word for infinite numbers
         lengths.append(len(json.dumps(shown, ensure_ascii=False, default=str).encode(errors="surrogatepass")) + 1)
-        contents.add(hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).hexdigest())
+        contents.append(int.from_bytes(hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).digest()[:8]))
         layouts[layout_name(row)] += 1
         first += [shown] if len(first) < _LOOKED_AT else []
     if not lengths:
-        raise DataError(f"{name}: there is no row in it")
+        raise no_row_in(name)
     quantiles = np.quantile(lengths, [0, 0.5, 0.95, 1]).astype(int).tolist()
     return {"file": name, "rows": len(lengths), "bytes": sum(lengths), "row_bytes": dict(zip(("least", "median", "p95", "most"), quantiles,
                                                                                              strict=True)),
-            "copies": len(lengths) - len(contents), "layouts": dict(layouts), "first": first,
+            "copies": len(lengths) - len(np.unique(contents)), "layouts": dict(layouts), "first": first,
             "columns": {key: {"filled": columns[key], "kinds": dict(kinds[key])} for key in kinds}}
 
 

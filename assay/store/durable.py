@@ -12,11 +12,12 @@ import fcntl
 import hashlib
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from assay.errors import ArtifactError, StoreError, UsageError
 from assay.strict_json import as_artifact_error, open_regular, read_small_file
@@ -108,6 +109,15 @@ def new_file(final: Path) -> Iterator[Path]:
         with _becoming(final, _claim_file) as (temporary, held):
             yield temporary
             disk.sync(held)
+
+
+@contextlib.contextmanager
+def nameless_file(beside: Path) -> Iterator[IO[bytes]]:
+    """A temporary file on the disk of `beside`, in its folder or the nearest above it that is there. It has no name, so that nothing of it
+    is left by whatever ends the process."""
+    folder = next(folder for folder in beside.absolute().parents if folder.is_dir())
+    with as_store_error(beside), tempfile.TemporaryFile(dir=folder) as file:
+        yield file
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 import json
 import random
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from assay.data import near_duplicates
-from assay.data.near_duplicates import document_prints, find_duplicates, prints_of_lines, said_in_row
+from assay.data.near_duplicates import Prints, document_prints, find_duplicates, prints_of_lines, said_in_row, stored_prints
 from assay.errors import GuardStop
 
 
@@ -51,11 +53,34 @@ def test_a_signature_estimates_the_similarity(share: float, documents: list[str]
 
 def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeypatch: pytest.MonkeyPatch):
     lines = [("a:1", json.dumps({"messages": [{"role": "user", "content": text}]}).encode() + b"\n") for text in documents[:50]]
-    whole = prints_of_lines(lines)
+    whole, = prints_of_lines(lines)
     monkeypatch.setattr("assay.data.near_duplicates.line_blocks", lambda lines: ([line] for line in lines))
-    for one, other in zip(whole, prints_of_lines(lines), strict=True):
-        assert np.array_equal(one, other)
+    for one, *others in zip(whole, *prints_of_lines(lines), strict=True):
+        assert np.array_equal(one, np.concatenate(others))
     assert said_in_row({"a": "x", "b": [{"c": "y"}, 3], "d": None, "e": False}) == "x\ny\n3\nFalse"
+
+
+@pytest.mark.parametrize("threshold", [0.8, None])
+def test_prints_on_the_disk_say_what_those_in_memory_say(threshold: float | None, documents: list[str], tmp_path: Path):
+    """Chains of copies that change a little each time, so that groups join through their members, in an order that mixes them."""
+    chains = [text for text in documents[:40] for text in [text, text, *accumulate([text] * 5, lambda last, _: changed_once(last))]]
+    random.Random(2).shuffle(chains)
+    prints = document_prints([text.encode() for text in chains])
+    blocks = [Prints(*(stream[first : first + 7] for stream in prints)) for first in range(0, len(chains), 7)]
+    with stored_prints(blocks, tmp_path / "none" / "out.jsonl") as stored:
+        assert not list(tmp_path.iterdir())
+        found = find_duplicates(stored, threshold)
+    due = find_duplicates(prints, threshold)
+    assert found.first.tolist() == due.first.tolist()
+    assert (found.exact, found.near) == (due.exact, due.near)
+    assert threshold is None or found.near > 100
+    assert not (due.first[due.first] != due.first).any(), "every group is known by its earliest"
+
+
+def changed_once(text: str) -> str:
+    """Some words at its end instead of as many at its beginning: less than 0.8 of it is left after a few times."""
+    words = text.split()
+    return " ".join([*words[12:], *words[:12][::-1]])
 
 
 def test_words_of_any_length_are_told_apart():
@@ -75,9 +100,9 @@ def test_exact_copies_are_found_without_signatures(documents: list[str], monkeyp
         raise AssertionError("a signature was computed")
 
     lines = [("a:1", json.dumps({"text": text}).encode() + b"\n") for text in [*documents[:20], documents[3]]]
-    with_them = find_duplicates(prints_of_lines(lines), None)
+    with_them = find_duplicates(next(prints_of_lines(lines)), None)
     monkeypatch.setattr("assay.data.near_duplicates._least_hashes", refused)
-    found = find_duplicates(prints_of_lines(lines, signed=False), None)
+    found = find_duplicates(next(prints_of_lines(lines, signed=False)), None)
     assert found.first.tolist() == with_them.first.tolist()
     assert (found.exact, found.near) == (1, 0)
 
