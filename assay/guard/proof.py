@@ -220,6 +220,7 @@ class Prover:
     the end of the loop, unless that takes long: then they are made beside it, one at a time.
     """
 
+    proves = True  # a proof leaves a mark in its checkpoint
     witnesses = True  # kept steps are replayed with the next proof
 
     def __init__(self, patience: float = SHORT_LOOP) -> None:

@@ -34,7 +34,16 @@ from assay.recipes.save_pace import LITTLE
 from assay.recipes.witness_records import pending_looks, pending_records
 from assay.statistics.known_answers import check_statistics
 from assay.store import durable
-from assay.store.checkpoint import MANIFEST, Checkpoint, Contents, delete_old_checkpoints, latest_checkpoint, step_folder, step_folders
+from assay.store.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    Contents,
+    delete_old_checkpoints,
+    latest_checkpoint,
+    open_checkpoint,
+    step_folder,
+    step_folders,
+)
 from assay.store.ledger import Event, Ledger, read_chain
 from assay.store.saving import BackgroundSaver
 from assay.strict_json import parse_yaml, read_json_lines, read_small_file
@@ -162,7 +171,7 @@ class Run:
         self._told = 0.0  # when progress was told last
         self._paced: tuple[int, float] | None = None  # the first step of this process that was told, and when
         self.needed: set[str] = set()  # digests that retention may not delete
-        self.unsaved: dict[int, str] = {}  # steps that scored better than all that was kept and were not kept, and why
+        self.unsaved: dict[int, str] = {}  # steps that scored better than all that was kept and were not kept, or refuted, and why
         self._saved: list[Checkpoint] = []  # beside the loop, and not yet written down
         self._retired: list[Path] = []  # likewise
         self._kept: list[tuple[Verdict, bool]] = []  # likewise, of what had to stay, and whether all of it is there
@@ -224,15 +233,23 @@ class Run:
             self.ledger.append(Event.SET_ASIDE, path=path.name, kept_as=aside.name)
 
     def rewind(self, step: int) -> None:
-        """Metrics of steps that were taken after the checkpoint are about to be taken again."""
+        """Metrics of steps that were taken after the checkpoint are about to be taken again. What a proof refuted counts as not saved."""
         self.going_on_from = step
         self.unsaved = {each: why for each, why in unsaved_on_record(read_chain(self.ledger.path).events).items() if each <= step}
+        for folder in step_folders(self.checkpoints):
+            if _step_of(folder) not in self.unsaved and _quarantined(folder):
+                self._leave_out(_step_of(folder), "its proof refuted it", f"{folder.name} is quarantined, and is not handed over")
         rewrite_json_rows(self.metrics_file, [row for row in read_json_lines(self.metrics_file) if row["step"] < step])
 
     @property
     def witnesses(self) -> bool:
         """Whether the run's proofs replay the steps that were kept for them."""
         return self._prover.witnesses
+
+    @property
+    def proves(self) -> bool:
+        """Whether the run's checkpoints are proven."""
+        return self._prover.proves
 
     def rehearse_proofs(self, model: Path) -> None:
         """Warm up the proving processes, on a GPU, on the starting model while the run prepares its first step."""
@@ -300,17 +317,20 @@ class Run:
             if not self._prover.busy:
                 self._retire(best, needed)
             self.settle_records()
-            kept = dict.fromkeys([*self._replayed_early, *pending_records(self.folder)])  # a replay that is done is pending no more
-            led_here = [record for record in kept if record.name <= where.name]  # others came since
-            led_here += pending_looks(self.folder, step)
             self._prover.start(written.folder, against=against, probing=self.probing, beside=self._looping, headroom=self.headroom,
-                               records=led_here)
+                               records=self._led_to(step))
 
         self._saver.make_room(contents, self.headroom)
         self._write_down_saved()
         self.ledger.append(Event.SAVE, step=step, checkpoint=where.name)
         self._saver.save(where, contents, after=after, headroom=self.headroom)
         return where
+
+    def _led_to(self, step: int) -> list[Path]:
+        """Records that the proof of this step's checkpoint speaks of."""
+        kept = dict.fromkeys([*self._replayed_early, *pending_records(self.folder)])  # a replay that is done is pending no more
+        last = step_folder(self.checkpoints, step).name  # others came since
+        return [*(record for record in kept if record.name <= last), *pending_looks(self.folder, step)]
 
     def copy(self, contents: Contents) -> Callable[[], Contents]:
         """A copy in memory, which `save` takes later."""
@@ -319,8 +339,10 @@ class Run:
 
     def pass_over(self, step: int, why: str) -> None:
         """The evaluation of this step is better than all that are kept, and its weights are not kept: say so, and write it down."""
+        self._leave_out(step, why, f"step {step} scored better than all that is saved, and was not saved: {why}")
+
+    def _leave_out(self, step: int, why: str, sentence: str) -> None:
         self.unsaved[step] = why
-        sentence = f"step {step} scored better than all that is saved, and was not saved: {why}"
         self.say(sentence)
         self.log(Event.UNSAVED, step=step, why=why, reason=sentence)
 
@@ -368,7 +390,17 @@ class Run:
             self.settle_records()
         self._write_down_saved()
         self._write_down_retired()
+        if self.interrupted is None:
+            self._prove_what_was_cut_short(best)
         self._finished, self._best_at_end = True, best
+
+    def _prove_what_was_cut_short(self, best: Path | None) -> None:
+        """Begin anew the proofs of checkpoints that stay and whose own an earlier session did not live to see."""
+        folders = step_folders(self.checkpoints)
+        for folder in folders:
+            if folder not in self._best and folder in (best, *folders[-self.kept:]) and _unmarked(folder):
+                records = self._led_to(_step_of(folder))
+                self._prover.start(folder, probing=self.probing, beside=False, headroom=self.headroom, records=records)
 
     def settle_proofs(self) -> None:
         """Wait for every proof once the run has finished, and judge it; then old checkpoints are retired beside what follows. What stays
@@ -536,6 +568,24 @@ def unsaved_on_record(events: Iterable[Mapping[str, Any]]) -> dict[int, str]:
         elif event["kind"] == Event.SAVE:
             found.pop(event["step"], None)
     return found
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _quarantined(folder: Path) -> bool:
+    with contextlib.suppress(AssayError):  # a damaged one is passed over elsewhere
+        return open_checkpoint(folder, verify=False).quarantined is not None
+    return False
+
+
+def _unmarked(folder: Path) -> bool:
+    """Whether no proof has come to an end for a checkpoint."""
+    with contextlib.suppress(AssayError):
+        found = open_checkpoint(folder, verify=False)
+        return found.hallmark is None and found.quarantined is None
+    return False
 
 
 def _nothing() -> None:

@@ -181,7 +181,7 @@ def decides_to_stop(history: Sequence[NDArray[np.float64]], evaluations: int) ->
 class NoProver:
     """Replacement of `Prover`: saves stay without a hallmark."""
 
-    busy = witnesses = False
+    busy = witnesses = proves = False
 
     def start_early(self, device: str) -> None:
         pass

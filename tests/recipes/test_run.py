@@ -266,6 +266,44 @@ def test_a_replay_that_is_done_before_the_last_checkpoint_is_written_is_spoken_o
     assert open_checkpoint(where).quarantined
 
 
+def test_a_checkpoint_that_its_proof_refuted_is_left_out_of_the_choice_also_when_it_is_gone(run: Run):
+    for step in range(3):
+        run.save(step, Contents("model", {"w": torch.ones(3)}), best=None)
+    run.settle()
+    hallmark_or_quarantine(open_checkpoint(run.checkpoints / "step-000001"), [refuted("answers", "probe logits")])
+    for _ in range(2):
+        run.rewind(2)
+        assert run.unsaved == {1: "its proof refuted it"}
+        shutil.rmtree(run.checkpoints / "step-000001", ignore_errors=True)
+    assert [event["step"] for event in events(run.config, "not saved")] == [1]
+
+
+@pytest.mark.parametrize("interrupted", [None, signal.SIGTERM])
+def test_proofs_that_an_earlier_session_did_not_live_to_see_are_made_when_a_run_finishes(run: Run, interrupted: int | None,
+                                                                                        monkeypatch: pytest.MonkeyPatch):
+    """Of checkpoints that stay, and of those that nothing has marked."""
+    class Asked(NoProver):
+        def start(self, folder: Path, *, beside: bool, **_: Any) -> None:
+            asked.append((folder.name, beside))
+
+    asked = list[tuple[str, bool]]()
+    for step in range(5):
+        run.save(step, Contents("model", {"w": torch.ones(3)}), best=run.checkpoints / "step-000001")
+    run.settle()
+    hallmark_or_quarantine(open_checkpoint(run.checkpoints / "step-000003"), [proven("answers", "probe logits")])
+    run.ledger.close()
+    monkeypatch.setattr(run_module, "Prover", Asked)
+    later = Run(run.folder, run.config, say=lambda _: None)
+    later.save(5, Contents("model", {"w": torch.ones(3)}), best=run.checkpoints / "step-000001")
+    later.settle()
+    later.end_loop(1, 0.0)
+    later.interrupted = interrupted
+    later.finish(run.checkpoints / "step-000001")
+    again = [] if interrupted else [("step-000001", False), ("step-000004", False)]
+    assert asked == [("step-000005", True), *again]
+    later.ledger.close()
+
+
 # ---------------------------------------------------------------- failures beside the loop
 
 
