@@ -245,12 +245,25 @@ def prove_exports(run: Run, best: Path, exports: Sequence[Export]) -> list[Verdi
     """Prove what was written, each place in a fresh process, and give it its hallmark."""
     verdicts = list[Verdict]()
     witness = [witness_verdict(run.folder, run.config.witness), *looks_verdicts(run.folder)] if run.witnesses else []
+    own = [check_own_proof(best)] if run.proves else []
     for export in exports:
         found = [check_weight_set(best, export.where)] if export.old else prove_export(best, export, run.probing)
         if not export.old:
-            hallmark_or_quarantine(open_checkpoint(export.where), [*found, *witness])
+            hallmark_or_quarantine(open_checkpoint(export.where), [*own, *found, *witness])
         verdicts += found
-    return [*verdicts, *state_base_difference(best), *witness]
+    return [*own, *verdicts, *state_base_difference(best), *witness]
+
+
+def check_own_proof(best: Path) -> Verdict:
+    """Check that the checkpoint that is exported was proven itself: its export is only shown to be the same."""
+    checkpoint = open_checkpoint(best, verify=False)
+    if (marked := checkpoint.quarantined) is not None:
+        against = "; ".join(verdict["reason"] for verdict in marked["verdicts"] if verdict["outcome"] == Outcome.REFUTED)
+        return refuted("checkpoint", f"{best.name}, of which this is made, is quarantined: {against}")
+    if checkpoint.hallmark is None:
+        return unproven("checkpoint", f"{best.name}, of which this is made, has no hallmark: its proof came to no end; the same command "
+                                      "proves it again")
+    return proven("checkpoint", f"{best.name}, of which this is made, has its hallmark")
 
 
 def remove_exports(writing: Future[list[Export]]) -> None:

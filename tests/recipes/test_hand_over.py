@@ -17,7 +17,7 @@ from assay.recipes.hand_over import check_evaluated, check_weight_set, handed_ov
 from assay.recipes.options import Sft
 from assay.recipes.starting_model import given
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import open_checkpoint, step_folder
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, step_folder
 from assay.testing.tiny_models import rewrite_tensors
 from assay.testing.tiny_training import NoProver
 from assay.verdict import Outcome, Verdict, proven, refuted
@@ -182,3 +182,24 @@ def test_the_model_is_written_while_the_last_proofs_go_on_and_removed_where_one_
         sit(config, handing_over=True)
     assert not model.exists()
     assert events(config, "stopped")
+
+
+@pytest.mark.parametrize("refuting", [False, True])
+def test_what_is_made_of_a_checkpoint_that_was_not_proven_itself_has_no_hallmark(refuting: bool, tmp_path: Path,
+                                                                                monkeypatch: pytest.MonkeyPatch):
+    """Its proof was late or died, or has refuted it and nobody heard: that the export is the same says nothing."""
+    class Unheard(NoProver):
+        proves = True
+
+        def start(self, folder: Path, **_: Any) -> None:
+            if refuting:
+                quarantine_checkpoint(open_checkpoint(folder), [refuted("answers", "probe logits")])
+
+    monkeypatch.setattr(sittings, "NoProver", Unheard)
+    monkeypatch.setattr(hand_over, "prove", lambda _: [proven("lineage", "the same")])
+    outcome = sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True)
+    due = Outcome.REFUTED if refuting else Outcome.UNPROVEN
+    assert [verdict.outcome for verdict in outcome.verdicts if verdict.check == "checkpoint"] == [due]
+    assert outcome.exit_code == 3
+    model = open_checkpoint(tmp_path / "run" / "model")
+    assert (model.hallmark, bool(model.quarantined)) == (None, refuting)
