@@ -258,11 +258,12 @@ def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, st
     verdicts += [check_same_held_out(evaluator.history.digest, again),
                  check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
                  check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
-                 *check_last_evaluated(run, evaluator.latest_step), check_still_ends(before.cut, after.cut), budget,
-                 *check_forgetting(run, places[-1], device), *looked_at]
+                 *check_last_evaluated(run, evaluator.latest_step), check_still_ends(before.cut, after.cut), budget, *looked_at]
     gain = check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)
     void_if_refuted(run, places, [*verdicts, gain])
-    verdicts += [*send_to_remote(run, places), check_handed_over(places, [*verdicts, gain]), gain]
+    forgotten = check_forgetting(run, places[-1], device)  # takes long, and may be interrupted
+    void_if_refuted(run, places, forgotten)
+    verdicts += [*forgotten, *send_to_remote(run, places), check_handed_over(places, [*verdicts, *forgotten, gain]), gain]
     run.log(Event.HAND_OVER, checkpoint=chosen.name, metric=metric, before=float(before.wanted.mean()), after=float(after.wanted.mean()),
             score=plain(asdict(after.estimate)), chosen=why, verdicts=plain([verdict.to_json() for verdict in verdicts]))
     run.say(f"{', '.join(map(str, places))}: {gain.reason}")

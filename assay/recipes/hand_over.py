@@ -86,11 +86,12 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
             places = [export.where for export in exports]
             exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, alike, score_all, evaluator.device)
         with run.spent.part("proving"):
-            found = proving.result()
+            verdicts += [*proving.result(), exported]
+        void_if_refuted(run, places, verdicts)
         undoing.pop_all()
-    verdicts += [*found, exported, *check_forgetting(run, places[-1], evaluator.device)]
-    void_if_refuted(run, places, verdicts)
-    verdicts += send_to_remote(run, places)
+    forgotten = check_forgetting(run, places[-1], evaluator.device)  # takes long, and may be interrupted
+    void_if_refuted(run, places, forgotten)
+    verdicts += [*forgotten, *send_to_remote(run, places)]
     return HandedOver(best, places, recorded, verdicts)
 
 

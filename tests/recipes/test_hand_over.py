@@ -203,3 +203,13 @@ def test_what_is_made_of_a_checkpoint_that_was_not_proven_itself_has_no_hallmark
     assert outcome.exit_code == 3
     model = open_checkpoint(tmp_path / "run" / "model")
     assert (model.hallmark, bool(model.quarantined)) == (None, refuting)
+
+
+def test_a_model_that_is_refuted_has_no_hallmark_while_its_forgetting_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A suite may take an hour, and whoever interrupts it must not be left with what looks proven."""
+    seen = list[bool]()
+    monkeypatch.setattr(hand_over, "prove", lambda _: [proven("lineage", "the same")])
+    monkeypatch.setattr(hand_over, "check_exported", lambda *_: refuted("score", "another one"))
+    monkeypatch.setattr(hand_over, "check_forgetting", lambda _, place, __: seen.append(open_checkpoint(place).hallmark is None) or [])
+    assert sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True).exit_code == 3
+    assert seen == [True]
