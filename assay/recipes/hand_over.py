@@ -4,7 +4,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,10 +64,10 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
     to = straight_to(evaluator.device or default_device())
-    opened = OpenedBases(base or to)
+    opened, exports = OpenedBases(base or to), list[Export]()
     with ThreadPoolExecutor(1, "export") as beside, contextlib.ExitStack() as undoing:
-        writing = beside.submit(write_exports, run, best, opened)  # and the checkpoint is scored, while the last proofs go on
-        undoing.callback(remove_exports, writing)
+        writing = beside.submit(write_exports, run, best, opened, exports)  # and the checkpoint is scored, while the last proofs go on
+        undoing.callback(remove_exports, writing, exports)
         if evaluator.device.startswith("cuda") and takes_much(proven_bytes(best), evaluator.device):
             with run.spent.part("proving"):
                 run.settle_proofs()  # beside an evaluation they would find no room
@@ -80,7 +80,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
             del saved, scored  # room for what is exported
         with run.spent.part("proving"):
             run.settle_proofs()
-            exports = writing.result()
+            writing.result()
             proving = beside.submit(prove_exports, run, best, exports)
         with run.spent.part("evaluation"):
             places = [export.where for export in exports]
@@ -226,20 +226,19 @@ class Export(NamedTuple):
 
 def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
     """Export the best checkpoint: write every place that is handed over, and prove it in a fresh process."""
-    exports = write_exports(run, best, OpenedBases(None))
+    exports = list[Export]()
+    write_exports(run, best, OpenedBases(None), exports)
     return [export.where for export in exports], prove_exports(run, best, exports)
 
 
-def write_exports(run: Run, best: Path, opened: OpenedBases) -> list[Export]:
-    """Write every place that is handed over, unless an earlier session did."""
-    exports = list[Export]()
+def write_exports(run: Run, best: Path, opened: OpenedBases, exports: list[Export]) -> None:
+    """Write every place that is handed over, unless an earlier session did. Each is in `exports` once it is there: the next may fail."""
     for where in handed_places(run, best):
         if handed_over_before(best, where):
             exports.append(Export(where, old=True))
         else:
             run.set_aside(where)
             exports.append(write_export(best, where, "peft" if where.name == "adapter" else None, opened))
-    return exports
 
 
 def prove_exports(run: Run, best: Path, exports: Sequence[Export]) -> list[Verdict]:
@@ -267,9 +266,10 @@ def check_own_proof(best: Path) -> Verdict:
     return proven("checkpoint", f"{best.name}, of which this is made, has its hallmark")
 
 
-def remove_exports(writing: Future[list[Export]]) -> None:
+def remove_exports(writing: Future[None], exports: Sequence[Export]) -> None:
     """Remove what was written and not yet handed over: the run ends before it is proven."""
-    for export in writing.result() if writing.exception() is None else []:
+    wait([writing])
+    for export in exports:
         if not export.old:
             durable.remove_folder(export.where)
 

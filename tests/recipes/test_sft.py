@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.cli import run as assay
 from assay.data.chat import TrainingExample
-from assay.errors import DataError, GuardStop, UsageError
+from assay.errors import DataError, GuardStop, StoreError, UsageError
 from assay.generate.engine import sample
 from assay.generate.generation_request import Sampling
 from assay.guard.proof import ProofRequest, prove
@@ -197,6 +197,22 @@ def test_a_run_learns_says_so_and_hands_over_what_it_scored(lora_r: int, home: P
     assert (tmp_path / "run" / "adapter").exists() is bool(lora_r)
     assert recorded["kind"] == "hand over"
     assert recorded["unit"] == "nats per token"
+
+
+def test_where_the_merged_model_cannot_be_written_no_adapter_stays_either(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usual, written = hand_over.write_export, list[str]()
+
+    def full(best: Path, where: Path, *given: Any) -> hand_over.Export:
+        if where.name == "model":
+            raise StoreError("no space is left")
+        written.append(where.name)
+        return usual(best, where, *given)
+
+    monkeypatch.setattr(hand_over, "write_export", full)
+    with pytest.raises(StoreError, match="no space is left"):
+        sft.sft(options(home, tmp_path / "run", lora_r=4), lambda _: None)
+    assert written == ["adapter"]
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 def test_an_adapter_of_a_large_base_is_handed_over_alone(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
