@@ -18,7 +18,7 @@ def test_two_seeds_of_pretraining_are_run_judged_and_not_run_again(tmp_path):
     write_tokenizer(train_tokenizer([text], 320, rule=DocumentRule())[0], tmp_path / "tokenizer")
     build_corpus([text], tmp_path / "corpus", tmp_path / "tokenizer", CorpusPlan(held_out=0.2), workers=1)
     argv = ["seeds", "pretrain", "--corpus", str(tmp_path / "corpus"), "--depth", "1", "--max-length", "32", "--batch-tokens", "128",
-            "--tokens", "1024", "--num-train-epochs", "9", "--warmup-steps", "2", "--device", "cpu", "--ema", "0.9", "--max-bytes", "60000",
+            "--tokens", "4096", "--num-train-epochs", "9", "--warmup-steps", "2", "--device", "cpu", "--ema", "0.9", "--max-bytes", "60000",
             "--seeds", "1", "2", "--out", str(tmp_path / "set"), "--json"]
 
     def run():
