@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,8 @@ class PlannedWork:
     masters: int = 4  # bytes of a trained number, and of its gradient
     merged: bool = True  # whether a whole model is handed over, or an adapter alone
     makes_base: bool = False  # RUN/base is written first
+    compiled: bool = True  # as on a GPU
+    ungraded: int = 0  # bytes of attention scores that no fused kernel computes, where a sampler reads prompts or a teacher rows
 
     @property
     def tokens(self) -> int:
@@ -90,7 +92,8 @@ class PlannedWork:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by part. The parts add up to the peak: what the preflight takes counts as far as a step and a save do not take it later."""
+    """Bytes by part. The parts add up to the peak: what the preflight takes counts as far as a step and a save do not take it later, and
+    what passes without gradients take as far as neither does. Evaluations take less than a step: their scores are those of `ungraded`."""
 
     model: PlannedModel
     work: PlannedWork
@@ -105,7 +108,7 @@ class MemoryPlan:
     @property
     def least(self) -> int:
         """Least memory that the run can do with: a sampler takes fewer slots, and a save copies to the host, where there is less room."""
-        return self.on_device_at_least - self.parts["cache"]
+        return self.on_device_at_least - self.parts["cache"] - self.parts["passes"]
 
     @property
     def on_device_at_least(self) -> int:
@@ -114,8 +117,8 @@ class MemoryPlan:
 
     @property
     def steps(self) -> int:
-        """Memory of the steps, without a preflight before them and saves beside them."""
-        return self.total - self.parts["preflight"] - self.parts["saving"]
+        """Memory of the steps, without a preflight before them, saves beside them and passes between them."""
+        return self.total - self.parts["preflight"] - self.parts["saving"] - self.parts["passes"]
 
     def lines(self) -> list[str]:
         """Lines of the plan for people."""
@@ -159,6 +162,7 @@ def plan_memory(model: PlannedModel, work: PlannedWork) -> MemoryPlan:
     if work.processes > 1 and work.streamed:
         passing = preflight_bytes(config, work, 0, whole=not adapter) + streamed_bytes(config, trained, work.processes, adapter=adapter)
         stays["preflight"] = max(0, passing - activations - logits)
+    stays["passes"] = max(0, work.ungraded - activations - logits - stays["preflight"])
     handed_over = MASTER * model.parameters * work.merged + (MASTER * trained if adapter else 0)
     return MemoryPlan(model, work, stays, trained, KEPT_CHECKPOINTS * a_checkpoint + handed_over + made_base_bytes(model, work))
 
@@ -217,18 +221,31 @@ def layer_entries(config: ModelConfig) -> int:
     return 4 * config.width + (q + k + v) + turned + q + inner
 
 
-def score_bytes(config: ModelConfig, tokens: int, length: int, compute: int) -> tuple[int, int]:
-    """Bytes of a layer's attention scores, where no fused kernel computes them (soft caps, sinks): what it keeps of them for the way back,
-    at the least, and what it makes on the way: two sets in fp32."""
+class ScoreBytes(NamedTuple):
+    """Bytes of a layer's attention scores, where no fused kernel computes them."""
+
+    kept: int  # for the way back
+    passing: int  # more, while the layer is computed, with gradients
+    ungraded: int  # all of it where there are none
+
+
+def score_bytes(config: ModelConfig, tokens: int, length: int, compute: int, *, compiled: bool) -> ScoreBytes:
+    """Memory of a layer's attention scores with soft caps or sinks (`ruled_attention`), as torch was seen to take it.
+
+    Kept are the shares in fp32 and as they are rounded; with a cap its tanh in fp32 too or, compiled, products and shares alone, in the
+    stream's dtype. A pass holds three sets in fp32 at once, and the cap's way back, uncompiled, one more. The mask is a byte for all heads.
+    """
     if config.fused_attention:
-        return 0, 0
-    scores = tokens * length * config.heads
-    kept = MASTER if config.attention_softcap is None and compute == MASTER else 2 * compute  # as they are capped, and as shares
-    return kept * scores, 2 * MASTER * scores
+        return ScoreBytes(0, 0, 0)
+    places, heads, capped = tokens * length, config.heads, config.attention_softcap is not None
+    shares = MASTER + (compute if compute < MASTER else 0)
+    kept = shares if not capped else 2 * compute if compiled else MASTER + shares
+    at_once = MASTER * (4 if capped and not compiled else 3)
+    return ScoreBytes(places * (heads * kept + 1), places * heads * (at_once - kept), places * (3 * MASTER * heads + 1))
 
 
 def activation_bytes(config: ModelConfig, work: PlannedWork, *, whole: bool) -> int:
-    scores, passing = score_bytes(config, work.tokens, work.length, work.compute)
+    scores, passing, _ = score_bytes(config, work.tokens, work.length, work.compute, compiled=work.compiled)
     a_layer = layer_entries(config) * work.compute * work.tokens
     matrices = sum(math.prod(shape) for name, shape in parameter_shapes(config).items() if name.startswith("blocks.") and len(shape) == 2)
     rounded = work.compute * matrices if whole and work.compute < MASTER else 0  # masters are rounded once for both ways
@@ -252,7 +269,8 @@ def preflight_bytes(config: ModelConfig, work: PlannedWork, trained: int, *, who
     large = sum(map(math.prod, parameter_shapes(config).values())) >= LARGE
     shown, together = (min(row, 256), row) if large else (row, max(row, min(work.tokens, TOKENS_TOGETHER_FP32)))
     streams, a_layer = config.depth * config.width * MASTER * together, 3 * layer_entries(config) * MASTER * together // 2
-    a_layer += sum(score_bytes(config, together, row, MASTER))
+    scores, passing, _ = score_bytes(config, together, row, MASTER, compiled=False)
+    a_layer += scores + passing
     mlp = MASTER * config.width * config.hidden * (0 if whole else 3)
     head = MASTER * config.vocab * config.width
     return 2 * MASTER * trained + streams + max(head + 3 * MASTER * shown * config.vocab, a_layer + mlp)
@@ -311,19 +329,29 @@ def planned_work(config: Tuned | Grpo, model: PlannedModel, device: str) -> Plan
                          moments=2 if config.optim == "adamw_8bit" else 8, base_dtype=config.base_dtype or model.held,
                          merged=not (config.lora_r or model.rank) or merges(config, model.stored), makes_base=makes_base(config),
                          processes=parting_processes(config), streamed=may_open_in_parts(config),
-                         masters=asked_masters(config).itemsize)
+                         masters=asked_masters(config).itemsize, compiled=is_compiled(config, device))
     if isinstance(config, Grpo):
+        from assay.generate.engine import PREFILL_TOKENS
         from assay.recipes.rollout_batch import layout_of  # which begins with a starting model, and that with a plan
 
+        prompt = min(model.config.max_length, config.max_prompt_length or _PROMPT)
+        read = max(prompt, min(PREFILL_TOKENS, config.prompts * prompt))
         longest = min(model.config.max_length, (config.max_prompt_length or _PROMPT) + config.max_completion_length)
         layout = layout_of(device, config.micro_batch_size, longest, model.config.max_length)
         return replace(common, rows=layout.rows, length=layout.width or longest, slots=min(1024, config.prompts * config.num_generations),
-                       slot_length=longest, reference=config.beta > 0)
+                       slot_length=longest, reference=config.beta > 0,
+                       ungraded=score_bytes(model.config, read, prompt, compute, compiled=False).ungraded)
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.row_length)
     online = isinstance(config, Distill) and config.how == "online" and config.teacher is not None
-    teacher = sum(planned_model(path).stored for path, _ in config.teachers()) if online and isinstance(config, Distill) else 0
+    teachers = [planned_model(path) for path, _ in config.teachers()] if online and isinstance(config, Distill) else []
+    asked = (score_bytes(each.config, rows * config.row_length, config.row_length, compute, compiled=False).ungraded for each in teachers)
     live = isinstance(config, AgainstReference) and config.reference == "live"
-    return replace(common, rows=rows, length=config.row_length, teacher=teacher, reference=live)
+    return replace(common, rows=rows, length=config.row_length, teacher=sum(each.stored for each in teachers), reference=live,
+                   ungraded=max(asked, default=0))
+
+
+def is_compiled(config: Trained | Pretrain, device: str) -> bool:
+    return device.startswith("cuda") and not config.fsdp
 
 
 def makes_base(config: Trained) -> bool:
@@ -350,7 +378,8 @@ def plan_pretraining(config: Pretrain, shape: ModelConfig, device: str) -> Memor
     rows = max(1, min(config.batch_tokens, config.micro_batch_tokens) // config.max_length)
     moments = 8 if config.optimizer == "adamw" else 5  # muon keeps one average of a matrix's gradients, AdamW the rest's
     work = PlannedWork(rows, config.max_length, checkpointing=config.gradient_checkpointing, moments=moments, averaged=config.ema > 0,
-                       compute=compute_bytes(config, device), processes=parting_processes(config), streamed=config.fsdp)
+                       compute=compute_bytes(config, device), processes=parting_processes(config), streamed=config.fsdp,
+                       compiled=is_compiled(config, device))
     return plan_memory(PlannedModel(shape, 0), work)
 
 

@@ -17,13 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from assay.cli import run as assay
 from assay.data.batch import Batch
 from assay.errors import UsageError
+from assay.generate.engine import Engine
 from assay.guard.loss_preflight import preflight_loss
 from assay.learn.objectives import next_token
 from assay.model.families import config_from_hf, parameter_shapes
 from assay.model.lora import attach, fresh, plan
-from assay.model.placement import place_for_training
-from assay.model.transformer import initialised
+from assay.model.placement import place_for_inference, place_for_training
+from assay.model.transformer import Transformer, initialised
 from assay.recipes import memory_plan, sft
+from assay.recipes.grpo_options import Grpo
 from assay.recipes.memory_plan import (
     GIB,
     NEAR,
@@ -35,7 +37,9 @@ from assay.recipes.memory_plan import (
     alternatives,
     compared_with_use,
     layer_entries,
+    logit_bytes,
     plan_memory,
+    plan_pretraining,
     planned_model,
     planned_work,
     preflight_bytes,
@@ -43,7 +47,7 @@ from assay.recipes.memory_plan import (
     require_fit,
     score_bytes,
 )
-from assay.recipes.options import Sft
+from assay.recipes.options import Distill, Pretrain, Sft
 from assay.recipes.run import Run
 from assay.recipes.time_plan import forward_operations, step_operations, step_seconds
 from assay.store.artifact import open_artifact
@@ -70,6 +74,7 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
 SMOLLM2_135M = REAL["SmolLM2-1.7B"][0] | {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30,
                                          "num_key_value_heads": 3, "rope_theta": 100000}
 REAL["SmolLM2-135M"] = SMOLLM2_135M, 134_515_008
+UNFUSED = ("gemma2", "gpt_oss")  # soft caps, and sinks
 _4K, _16K = PlannedWork(4, 1024, lora_r=16), PlannedWork(16, 1024)
 _GRPO = PlannedWork(4, 1024, 16, slots=128, slot_length=288, reference=True)
 # Peaks in GiB that torch's allocator told on an H200. "steps": a loop alone; "total": a run with its preflight and its saves.
@@ -120,26 +125,106 @@ def test_the_preflight_is_planned_as_it_is_counted(whole: bool):
     assert stays + due == pytest.approx(stays + live.peak, rel=NEAR)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("rule", [{"attention_softcap": 50.0}, {"sinks": True}])
-def test_scores_of_attention_that_no_fused_kernel_computes_are_planned_as_they_are_counted(rule: dict[str, Any], recompute: bool):
-    """What a step takes more than that of the same model without its rule, storage by storage: what is kept, and as much of what is made
-    on the way as does not fall into the place of logits that are gone."""
-    def peak(**given: Any) -> int:
-        model = tiny_model("llama", depth=4, windows=(None,) * 4, **given)
-        place_for_training(model, "cpu", compute=torch.float32, recompute=recompute)
-        tokens = torch.randint(0, 200, (2, 256), generator=torch.Generator().manual_seed(0))
-        with LiveBytes() as live:
-            next_token(model, Batch(tokens, (torch.arange(256) > 0).float().expand(2, 256))).total.backward()
-        return live.peak
+def bytes_of_a_step(model: Transformer, length: int) -> tuple[int, int]:
+    """Bytes at the peak of a step, and of a pass without gradients, of one row, storage by storage."""
+    tokens = torch.randint(0, 200, (1, length), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens, (torch.arange(length) > 0).float()[None])
+    with LiveBytes() as step:
+        next_token(model, batch).total.backward()
+    with LiveBytes() as asked, torch.no_grad():
+        next_token(model, batch)
+    return step.peak, asked.peak
 
-    config = replace(tiny_config("llama"), depth=4, windows=(None,) * 4, **rule)
-    work = PlannedWork(2, 256, compute=4, checkpointing=recompute)
-    plain = replace(config, attention_softcap=None, sinks=False)
-    due = activation_bytes(config, work, whole=True) - activation_bytes(plain, work, whole=True)
-    kept, passing = score_bytes(config, work.tokens, work.length, work.compute)
-    assert due == kept * (1 if recompute else 4) + passing
-    assert kept * (1 if recompute else 4) < peak(**rule) - peak() <= due
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("family", UNFUSED)
+def test_scores_of_attention_that_no_fused_kernel_computes_are_planned_as_they_are_counted(family: str, rank: int, compute: torch.dtype,
+                                                                                          recompute: bool):
+    """Of a row so long that scores are nearly all there is: logits, which are not there at the same time, are counted beside them."""
+    length = 1536 if recompute else 768
+    model = tiny_model(family, max_length=length)
+    if rank:
+        attach(model.requires_grad_(False), fresh(model.config, plan(model.config), rank, 2.0, 0, "base"))
+    place_for_training(model, "cpu", compute=compute, recompute=recompute)
+    work = PlannedWork(1, length, lora_r=rank, compute=compute.itemsize, checkpointing=recompute, compiled=False)
+    gradients = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+    step, asked = bytes_of_a_step(model, length)
+    logits = logit_bytes(model.config, work, whole=not rank)
+    assert gradients + activation_bytes(model.config, work, whole=not rank) + logits == pytest.approx(step, rel=NEAR)
+    assert score_bytes(model.config, length, length, compute.itemsize, compiled=False).ungraded == pytest.approx(asked, rel=NEAR)
+    assert asked < step, "an evaluation is no more than a step"
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", UNFUSED)
+def test_scores_that_a_compiled_layer_keeps_are_planned_as_the_compiler_keeps_them(family: str, compute: torch.dtype):
+    """What torch's compiler chooses to keep of a layer does not depend on the device, nor on the code that it writes then."""
+    model, kept = tiny_model(family, max_length=512), dict[int, int]()
+    place_for_training(model, "cpu", compute=compute)
+    for layer, block in enumerate(model.blocks):  # as `place_for_training` has them compiled
+        compiled = block.attn if model.config.mixture_at(layer) else block
+        assert isinstance(compiled, torch.nn.Module)
+        compiled.compile(dynamic=False, backend="aot_eager_decomp_partition")
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = model.hidden(torch.randint(0, 300, (1, 512), generator=torch.Generator().manual_seed(0)))
+    assert states.requires_grad
+    scores = 512 * 512 * model.config.heads
+    due = score_bytes(model.config, 512, 512, compute.itemsize, compiled=True).kept
+    assert model.config.depth * due == pytest.approx(sum(size for size in kept.values() if size > scores), rel=NEAR)
+
+
+def test_families_of_fused_attention_are_planned_as_they_were():
+    works = (_4K, _16K, _GRPO, PlannedWork(1, 2048, checkpointing=True), PlannedWork(2, 1024, 16, processes=4, streamed=True))
+    assert {name: [plan_memory(real(name), work).total for work in works] for name in REAL} == {
+        "Qwen3-8B": [38654797824, 329962991616, 44352497664, 235096223744, 14996888064],
+        "Qwen3-0.6B": [7170555904, 40079196160, 11458969600, 18896388096, 3868963840],
+        "SmolLM2-1.7B": [13441896448, 88586510336, 20798181376, 49462042624, 5684380672],
+        "SmolLM2-135M": [3129995904, 13837468416, 4008649344, 4691123712, 1448895648]}
+    for family in ("llama", "gpt2", "qwen3", "gemma3_text", "qwen3_moe"):
+        assert score_bytes(tiny_config(family), 64, 64, 2, compiled=True) == (0, 0, 0)
+    for work in works:
+        eager, plain = (plan_memory(real("Qwen3-8B"), replace(work, compiled=compiled)) for compiled in (False, True))
+        assert eager.parts == plain.parts
+
+
+@pytest.mark.parametrize("family", [*UNFUSED, "llama"])
+def test_prompts_that_a_sampler_reads_are_planned_as_they_are_counted(family: str, tmp_path: Path):
+    model = place_for_inference(tiny_model(family, max_length=1024), "cpu")
+    engine = Engine(model, slots=2, length=520, stop_ids=(), version="1")
+    where = save_hf_folder(tmp_path / "model", tiny_model(family, max_length=1024))
+    config = Grpo(model=str(where), data=("a",), reward=("format",), out="b", device="cpu", prompts=2, num_generations=2,
+                  max_prompt_length=512, max_completion_length=8)
+    work = planned_work(config, planned_model(where), "cpu")
+    with LiveBytes() as live, torch.no_grad():
+        engine.slots.fill([tuple(range(n, n + 256)) * 2 for n in range(2)], [0, 1])
+    if family == "llama":
+        assert work.ungraded == 0
+        return
+    assert work.ungraded == pytest.approx(live.peak, rel=NEAR)
+    assert plan_memory(planned_model(where), replace(work, rows=1, length=32)).parts["passes"] > work.ungraded / 2
+    assert plan_memory(planned_model(where), replace(work, rows=8)).parts["passes"] == 0, "a step takes more than prompts do"
+
+
+def test_scores_of_a_teacher_are_planned_and_layers_are_compiled_on_a_gpu_alone(tmp_path: Path):
+    where, teacher = (save_hf_folder(tmp_path / family, tiny_model(family)) for family in ("llama", "gemma2"))
+    given: dict[str, Any] = {"model": str(where), "data": ("a",), "out": "b", "batch_tokens": 512, "max_length": 256}
+    online = Distill(**given, teacher=str(teacher), how="online")
+    work = planned_work(online, planned_model(where), "cpu")
+    assert (work.rows, work.ungraded) == (2, 2 * 256 * 256 * (4 * 12 + 1))
+    assert planned_work(Sft(**given), planned_model(where), "cpu").ungraded == 0
+    found = [planned_work(Sft(**given, fsdp=fsdp), planned_model(where), device).compiled for fsdp, device in
+             ((False, "cuda"), (False, "cpu"), (True, "cuda"))]
+    assert found == [True, False, False]
+    shape = tiny_config("gemma2")
+    kept = [plan_pretraining(Pretrain(corpus="a", out="b", fsdp=fsdp), shape, "cuda").work.compiled for fsdp in (False, True)]
+    assert kept == [True, False]
 
 
 def test_an_adapter_has_as_many_parameters_as_peft_gives_it():
