@@ -56,12 +56,17 @@ class RemoteRun:
         self._waiting: _Shipment | None = None
         self._sending: _Shipment | None = None
         self._pending: Future[None] | None = None
+        self._newest = 0  # step that was offered
         self._there: dict[str, str] = {}  # checkpoints that this process has sent: name → digest
         self._told: list[Verdict] = []
         self.latest: Verdict = unproven("remote", f"no checkpoint was sent to {self.remote.url}")
 
     def offer(self, newest: Path, others: Iterable[Path]) -> None:
-        """The checkpoint `newest`, with what a resume from it would need besides. What is gone by now is left out."""
+        """The checkpoint `newest`, with what a resume from it would need besides. What is gone by now is left out, and so is what is proven
+        after a newer one."""
+        if (step := int(newest.name.removeprefix("step-"))) < self._newest:
+            return
+        self._newest = step
         folders = [path for path in dict.fromkeys([*(path for path in others if path != newest), newest]) if (path / MANIFEST).exists()]
         if newest not in folders:
             return

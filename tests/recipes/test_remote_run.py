@@ -1,6 +1,7 @@
 """A run copied to a store: killed while a checkpoint is sent, gone on with on a fresh machine; and what a bad store does to it."""
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from assay.recipes.hand_over import send_to_remote, void_if_refuted
 from assay.recipes.remote_run import CHECKPOINTS, RECORD_INDEX, RECORDS, RemoteRun, read_index, record_names
 from assay.store import remote
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import HALLMARK, QUARANTINE, write_hallmark
+from assay.store.checkpoint import HALLMARK, MANIFEST, QUARANTINE, write_hallmark
 from assay.store.remote import RemoteFolder, local_copy
 from assay.testing import tiny_training
 from assay.testing.tiny_models import flip_bit, save_model, tiny_model
@@ -150,6 +151,20 @@ def test_what_is_handed_over_is_at_the_url_or_the_verdict_says_that_it_is_not(tm
     verdict = kept.send_model([tmp_path / "run" / "model"])
     assert verdict.outcome is Outcome.UNPROVEN
     assert RunOutcome(tmp_path, [verdict]).exit_code == 3
+
+
+def test_an_older_checkpoint_that_is_proven_later_does_not_take_the_place_of_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Several proofs go on at a time, and those that a kill had cut short are made last."""
+    sent, free = list[str](), threading.Event()
+    monkeypatch.setattr(RemoteRun, "_send", lambda _, shipment: (free.wait(60), sent.append(shipment.name)))
+    kept = RemoteRun(f"file://{tmp_path}/store", tmp_path)
+    for step in (1, 9, 6):
+        (folder := tmp_path / f"step-{step:06d}").mkdir()
+        (folder / MANIFEST).write_text("{}")
+        kept.offer(folder, [])
+    free.set()
+    kept.close()
+    assert sent == ["step-000001", "step-000009"]
 
 
 def test_a_hallmark_that_is_taken_back_here_is_taken_back_at_the_url(tmp_path: Path):
