@@ -329,8 +329,7 @@ class Run:
     def _led_to(self, step: int) -> list[Path]:
         """Records that the proof of this step's checkpoint speaks of."""
         kept = dict.fromkeys([*self._replayed_early, *pending_records(self.folder)])  # a replay that is done is pending no more
-        last = step_folder(self.checkpoints, step).name  # others came since
-        return [*(record for record in kept if record.name <= last), *pending_looks(self.folder, step)]
+        return [*(record for record in kept if _step_of(record) <= step), *pending_looks(self.folder, step)]  # others came since
 
     def copy(self, contents: Contents) -> Callable[[], Contents]:
         """A copy in memory, which `save` takes later."""

@@ -195,7 +195,7 @@ def test_a_request_reaches_the_fresh_process_whole():
 class WhenAsked:
     """Replacement of `Prover`: a proof is made when the loop asks for it, in the loop's own thread."""
 
-    witnesses = False
+    witnesses, proves = False, True
 
     def __init__(self):
         self.pending = []
