@@ -38,6 +38,7 @@ _ESCAPED = 6  # most bytes of JSON for one byte of text
 _A_LINE = "expected one object a line"
 NO_WEIGHT = "; a weight after a colon is read by --data of the training commands and by assay data mix"
 _PARQUET_ROWS = 256  # parquet rows decoded at a time
+_PARQUET_BYTES = 1 << 20  # of a column that are read at a time; left alone, arrow reads the whole file ahead
 FileKind = Literal["text", "jsonl", "parquet"]
 FILE_KINDS: dict[str, FileKind] = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 
@@ -240,13 +241,14 @@ def _parquet_batches(source: TextSource, column: str | None = None) -> "Iterator
     except ImportError:
         raise UsageError(f"{source.path}: reading parquet needs pyarrow; pip install 'assay[data]'") from None
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
+        with pyarrow.parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
             names, number = file.schema_arrow.names, 1
             if column is not None and column not in names:
                 raise DataError(f"{source.path}: no column {column!r}, but {', '.join(names)}; name one with --field")
             if len(set(names)) < len(names):
                 raise DataError(f"{source.path}: the column {_repeated(names)} is there twice; name each column once")
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=None if column is None else [column]):
+            columns = None if column is None else [column]
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False):  # threads keep what they free
                 yield number, batch
                 number += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:

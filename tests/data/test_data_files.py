@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, said: st
     with pytest.raises(DataError, match=r"a\.jsonl:2: ") as error:
         read(tmp_path / "a.jsonl")
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("group", [100, 8000])
+def test_parquet_is_read_in_bounded_memory_whatever_its_groups_of_rows(group: int, tmp_path: Path) -> None:
+    """By arrow's own count, of 32 MB that do not compress: in groups of rows, and in one."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    draw, path = random.Random(0), tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [draw.randbytes(2000).hex() for _ in range(8000)]}), path, row_group_size=group)
+    held = [pyarrow.total_allocated_bytes() for _ in read_rows(path)]
+    assert len(held) == 8000
+    assert 0 < max(held) - min(held) < max(held) < path.stat().st_size / 2
 
 
 def test_parquet_without_the_column_or_with_a_null_is_refused(tmp_path: Path) -> None:
