@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from assay.errors import ArtifactError, AssayError
+from assay.errors import ArtifactError, AssayError, StoreError
 from assay.evaluation.held_out_loss import HeldOut
 from assay.guard.base_difference import state_base_difference
 from assay.guard.conclusion_checks import check_best, check_improvement
@@ -67,7 +67,7 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
     opened, exports = OpenedBases(base or to), list[Export]()
     with ThreadPoolExecutor(1, "export") as beside, contextlib.ExitStack() as undoing:
         writing = beside.submit(write_exports, run, best, opened, exports)  # and the checkpoint is scored, while the last proofs go on
-        undoing.callback(remove_exports, writing, exports)
+        undoing.callback(remove_exports, run, writing, exports)
         if evaluator.device.startswith("cuda") and takes_much(proven_bytes(best), evaluator.device):
             with run.spent.part("proving"):
                 run.settle_proofs()  # beside an evaluation they would find no room
@@ -266,12 +266,15 @@ def check_own_proof(best: Path) -> Verdict:
     return proven("checkpoint", f"{best.name}, of which this is made, has its hallmark")
 
 
-def remove_exports(writing: Future[None], exports: Sequence[Export]) -> None:
-    """Remove what was written and not yet handed over: the run ends before it is proven."""
+def remove_exports(run: Run, writing: Future[None], exports: Sequence[Export]) -> None:
+    """Remove what was written and not yet handed over: the run ends before it is proven, by an error that a disk's must not hide."""
     wait([writing])
     for export in exports:
-        if not export.old:
-            durable.remove_folder(export.where)
+        try:
+            if not export.old:
+                durable.remove_folder(export.where)
+        except StoreError as error:
+            run.say(f"{export.where} is not handed over, and could not be removed: {error}")
 
 
 def handed_over_before(best: Path, where: Path) -> bool:

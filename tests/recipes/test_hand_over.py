@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from assay.errors import ArtifactError, GuardStop, UsageError
+from assay.errors import ArtifactError, GuardStop, StoreError, UsageError
 from assay.guard import proof
 from assay.recipes import hand_over
 from assay.recipes.hand_over import check_evaluated, check_weight_set, handed_over_before
 from assay.recipes.options import Sft
 from assay.recipes.starting_model import given
+from assay.store import durable
 from assay.store.artifact import open_artifact
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, step_folder
 from assay.testing.tiny_models import rewrite_tensors
@@ -182,6 +183,23 @@ def test_the_model_is_written_while_the_last_proofs_go_on_and_removed_where_one_
         sit(config, handing_over=True)
     assert not model.exists()
     assert events(config, "stopped")
+
+
+def test_a_disk_that_cannot_remove_the_model_does_not_hide_the_proof_that_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said, model, usual = list[str](), tmp_path / "run" / "model", durable.remove_folder
+
+    def remove(path: Path) -> None:
+        if path == model:
+            raise StoreError("no space is left")
+        usual(path)
+
+    monkeypatch.setattr(sittings, "NoProver", SlowProver)
+    monkeypatch.setattr(SlowProver, "model", model)
+    monkeypatch.setattr(SlowProver, "refuting", True)
+    monkeypatch.setattr(durable, "remove_folder", remove)
+    with pytest.raises(GuardStop, match="was refuted by its proof"):
+        sit(options(tmp_path / "run", tokens=6 * ROWS * LENGTH), handing_over=True, say=said.append)
+    assert any("could not be removed: no space is left" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("refuting", [False, True])
