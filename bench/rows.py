@@ -78,16 +78,18 @@ def jobs_on(folder: Path, counts: dict[str, dict[str, int]], workers: int) -> di
     shares = [Fraction(round(100 * weight / sum(weights)), 100) for weight in weights]  # both run out at about the same row
     sources = [WeightedSource(name, share) for name, share in zip((long, short), shares, strict=True)]
     dedup = partial(deduplicate, [long, short], field=None, workers=workers)
-    mix = partial(mix_rows, rows=None, epochs=1, seed=0)
+    mix, columns = partial(mix_rows, rows=None, epochs=1, seed=0), as_parquet(short)
     jobs: dict[str, tuple[str, Job]] = {
         "dedup, MinHash": ("both", partial(dedup, str(folder / "near.jsonl"), threshold=THRESHOLD)),
         "dedup, exact": ("both", partial(dedup, str(folder / "exact.jsonl"), threshold=None)),
         "mix, 1 process": ("both", partial(mix, sources, str(folder / "mixed.jsonl"))),
         "mix of .jsonl.gz": ("turns", partial(mix, [WeightedSource(packed(short), Fraction(1))], str(folder / "unpacked.jsonl"))),
+        "mix of .parquet": ("turns", partial(mix, [WeightedSource(columns, Fraction(1))], str(folder / "columns.jsonl"))),
         "split documents, 1 process": ("documents", partial(split_rows, long, str(folder / "long"), held_out=0.05, seed=0)),
         "split turns, 1 process": ("turns", partial(split_rows, short, str(folder / "short"), held_out=0.05, seed=0)),
         "look at documents": ("documents", partial(look_at_rows, long)),
-        "look at turns": ("turns", partial(look_at_rows, short))}
+        "look at turns": ("turns", partial(look_at_rows, short)),
+        "look at .parquet": ("turns", partial(look_at_rows, columns))}
     return {name: (counts[what], job) for name, (what, job) in jobs.items()}
 
 
@@ -95,6 +97,14 @@ def packed(name: str) -> str:
     with Path(name).open("rb") as plain, gzip.open(f"{name}.gz", "wb", compresslevel=1) as file:
         shutil.copyfileobj(plain, file)
     return f"{name}.gz"
+
+
+def as_parquet(name: str) -> str:
+    """The same rows in one group, in which pyarrow writes up to a million unless it is told otherwise."""
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist(list(map(json.loads, Path(name).read_bytes().splitlines()))), f"{name}.parquet")
+    return f"{name}.parquet"
 
 
 def measured(name: str, counts: dict[str, int], job: Job) -> str:
