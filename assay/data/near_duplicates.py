@@ -6,7 +6,7 @@ bins; a document's signature is the least hash in each bin, empty bins borrowing
 Documents that agree in all eight entries of one of 16 bands are compared; of those that are alike the first in the order of the files
 stays. Documents of fewer than five words are duplicates only where they are equal.
 
-Memory: about 100 bytes a document, whatever its length; and 384 on the disk of the output while it is at work, where near copies are looked
+Memory: about 150 bytes a document, whatever its length; and 384 on the disk of the output while it is at work, where near copies are looked
 for: signatures, and bands, of which one is in memory at a time.
 """
 
