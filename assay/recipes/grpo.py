@@ -1,11 +1,9 @@
 """GRPO and its variants: the policy samples groups of completions, rewards score them, and the better ones are made likelier."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from assay.data.batch import Batch
@@ -13,47 +11,39 @@ from assay.data.mixture import weighted_sources
 from assay.errors import UsageError
 from assay.generate.generation_request import Sampling
 from assay.generate.sampler_weights import fingerprint
-from assay.guard.conclusion_checks import check_budget, check_same_held_out
+from assay.guard.conclusion_checks import check_budget
 from assay.guard.policy_identity import LogprobFloor, check_floor, check_on_policy, check_reference
 from assay.guard.policy_loss_checks import check_directions, check_policy_loss
-from assay.guard.rollout_checks import check_measured, check_still_ends
+from assay.guard.rollout_checks import check_measured
 from assay.guard.training_guards import check_detectors
 from assay.learn.lr_schedule import Budget, Schedule
 from assay.learn.objectives import averages
 from assay.learn.policy import Surrogate, policy_gradient
-from assay.model.placement import frozen_tensors, place_for_inference, require_device, uncompiled
-from assay.model.transformer import Transformer, parameter_count
+from assay.model.placement import place_for_inference, require_device, uncompiled
+from assay.model.transformer import parameter_count
 from assay.outcome import RunOutcome
 from assay.recipes.conversations import NEVER, refuse_unbudgeted
 from assay.recipes.environment_tasks import EnvironmentTasks
 from assay.recipes.episode_rollouts import EpisodeCollector
+from assay.recipes.grpo_hand_over import hand_over_best
 from assay.recipes.grpo_options import Grpo
 from assay.recipes.grpo_preflight import check_forked_policy, check_seeds_count, rollout_floor
-from assay.recipes.hand_over import (
-    check_forgetting,
-    check_handed_over,
-    check_last_evaluated,
-    export_best,
-    send_to_remote,
-    void_if_refuted,
-)
 from assay.recipes.memory_plan import record_use
 from assay.recipes.processes import check_gathered, follow, join_processes
-from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, check_gain, check_same_answers, plan_evaluations
-from assay.recipes.prompts import PromptData, check_prompt_ledger, prompts_digest, split_prompts, spread
+from assay.recipes.prompt_evaluator import EvaluationPlan, PromptEvaluator, plan_evaluations
+from assay.recipes.prompts import PromptData, check_prompt_ledger, split_prompts, spread
 from assay.recipes.reference import Reference, check_pinned, check_same_reference
 from assay.recipes.remote_sampler import remote_sampler
 from assay.recipes.rewards import JudgeReward, Rewards
 from assay.recipes.rollout_batch import Drawn, Layout, layout_of
 from assay.recipes.rollouts import Collector, RolloutCollector, RolloutHistory, Sampler
 from assay.recipes.rollouts_ahead import RolloutsAhead
-from assay.recipes.run import Run, TimeSpent, open_run, plain, print_line
+from assay.recipes.run import Run, TimeSpent, open_run, print_line
 from assay.recipes.sft import tuning_optimizer
 from assay.recipes.starting_model import StartingModel, load_start, reopen_parent
 from assay.recipes.trainer import SavePlan, Trainer
 from assay.recipes.witness_looks import LookRecords
-from assay.store.artifact import build_model, open_artifact, straight_to
-from assay.store.checkpoint import step_folder
+from assay.store.artifact import build_model
 from assay.store.ledger import Event
 from assay.verdict import Verdict
 
@@ -230,45 +220,6 @@ def check_first_update(asked: Surrogate, rollout: Any, measured: Mapping[str, fl
     if reference is not None:
         verdicts.append(check_reference(found["kl"], rollout.updates, floor, reference.fingerprint, reference.used))
     return verdicts
-
-
-def hand_over_best(run: Run, evaluator: PromptEvaluator, prompts: PromptData, start: StartingModel,
-                   sampler_of: Callable[[Transformer], Sampler], device: str, budget: Verdict) -> RunOutcome:
-    """Export the chosen checkpoint as `RUN/model` (and `RUN/adapter`), prove it, and test whether it is better than its parent on prompts
-    that were not used to choose it.
-    """
-    run.settle_proofs()
-    (step, why), metric = evaluator.chosen(), evaluator.rewards.metric.name
-    chosen = step_folder(run.checkpoints, step)
-    run.say(f"final model: {chosen.name}; {why}")
-    places, verdicts = export_best(run, chosen)
-    to = straight_to(device, {} if run.config.fsdp else frozen_tensors(start.model))
-    before, saved, after = (
-        evaluator.answer(sampler_of(place_for_inference(build_model(artifact, None), device)),
-                         prompts.held_out)  # the bytes on disk
-        for artifact in (reopen_parent(start), open_artifact(chosen, to=to), open_artifact(places[-1], to=to)))
-    watched = {prompt.id for prompt in evaluator.prompts}
-    evaluated = np.array([prompt.id in watched for prompt in prompts.held_out])
-    looked_at = [] if evaluator.looks is None else evaluator.looks.ask_of_gain(
-        {"parent": before, "model": after}, places[-1], prompts.held_out, evaluator.sampling)
-    unseen = ~evaluated if (~evaluated).sum() > 1 else np.ones_like(evaluated)
-    recorded = evaluator.scores_at(step)
-    again = prompts_digest([prompt for prompt in prompts.held_out if prompt.id in watched])
-    chances = 1 if not (unseen & evaluated).any() else len(evaluator.history.steps) - 1
-    verdicts += [check_same_held_out(evaluator.history.digest, again),
-                 check_same_answers(f"{chosen.name} as evaluated and as saved", recorded, saved.wanted[evaluated]),
-                 check_same_answers(f"{chosen.name} as saved and as handed over", saved.wanted, after.wanted),
-                 *check_last_evaluated(run, evaluator.latest_step), check_still_ends(before.cut, after.cut), budget, *looked_at]
-    gain = check_gain(metric, before.wanted[unseen], after.wanted[unseen], chances)
-    void_if_refuted(run, places, [*verdicts, gain])
-    forgotten = check_forgetting(run, places[-1], device)  # takes long, and may be interrupted
-    void_if_refuted(run, places, forgotten)
-    verdicts += [*forgotten, *send_to_remote(run, places), check_handed_over(places, [*verdicts, *forgotten, gain]), gain]
-    run.log(Event.HAND_OVER, checkpoint=chosen.name, metric=metric, before=float(before.wanted.mean()), after=float(after.wanted.mean()),
-            score=plain(asdict(after.estimate)), chosen=why, verdicts=plain([verdict.to_json() for verdict in verdicts]))
-    run.say(f"{', '.join(map(str, places))}: {gain.reason}")
-    return RunOutcome(run.folder, verdicts, model=places[-1], results={
-        f"{metric} before": before.estimate, f"{metric} after": after.estimate, "gain": gain.evidence})
 
 
 def preflight_grpo(config: Grpo, trainer: Trainer, collector: Collector, start: StartingModel, batch: Batch,

@@ -1,13 +1,12 @@
 """Hand-over: the best checkpoint is exported, its bytes are read back, and they must score what was recorded."""
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -64,13 +63,9 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
     run.say(f"best: {best.name}; {evaluator.best_in_words()}")
     run.spent.phase("hand-over")
     to = straight_to(evaluator.device or default_device())
-    opened, exports = OpenedBases(base or to), list[Export]()
-    with ThreadPoolExecutor(1, "export") as beside, contextlib.ExitStack() as undoing:
-        writing = beside.submit(write_exports, run, best, opened, exports)  # and the checkpoint is scored, while the last proofs go on
-        undoing.callback(remove_exports, run, writing, exports)
-        if evaluator.device.startswith("cuda") and takes_much(proven_bytes(best), evaluator.device):
-            with run.spent.part("proving"):
-                run.settle_proofs()  # beside an evaluation they would find no room
+    opened = OpenedBases(base or to)
+    with Exporting(run, best, opened) as exporting:  # and the checkpoint is scored, while the last proofs go on
+        exporting.wait_for_large_proofs(evaluator.device)
         with run.spent.part("evaluation"):
             saved = open_artifact(best, to=to, opened=opened)
             verdicts = [check_evaluated(evaluator, best, saved), *check_last_evaluated(run, evaluator.latest_step),
@@ -78,17 +73,11 @@ def hand_over(run: Run, evaluator: HeldOutEvaluator, score_all: ScoreHeldOut, ba
             scored = scored_set(saved)
             recorded, alike = rescore(scored, score_all, evaluator.device), (saved.digest, saved.config) if scored is saved else None
             del saved, scored  # room for what is exported
-        with run.spent.part("proving"):
-            run.settle_proofs()
-            writing.result()
-            proving = beside.submit(prove_exports, run, best, exports)
+        places = exporting.begin_proofs()
         with run.spent.part("evaluation"):
-            places = [export.where for export in exports]
             exported = check_exported(open_artifact(places[-1], to=to, opened=opened), recorded, alike, score_all, evaluator.device)
-        with run.spent.part("proving"):
-            verdicts += [*proving.result(), exported]
+        verdicts += [*exporting.verdicts(), exported]
         void_if_refuted(run, places, verdicts)
-        undoing.pop_all()
     forgotten = check_forgetting(run, places[-1], evaluator.device)  # takes long, and may be interrupted
     void_if_refuted(run, places, forgotten)
     verdicts += [*forgotten, *send_to_remote(run, places)]
@@ -224,11 +213,44 @@ class Export(NamedTuple):
     old: bool = False
 
 
-def export_best(run: Run, best: Path) -> tuple[list[Path], list[Verdict]]:
-    """Export the best checkpoint: write every place that is handed over, and prove it in a fresh process."""
-    exports = list[Export]()
-    write_exports(run, best, OpenedBases(None), exports)
-    return [export.where for export in exports], prove_exports(run, best, exports)
+class Exporting:
+    """Exports of a checkpoint, made in a thread of their own: written at once, proven from `begin_proofs` on, and removed where the run
+    ends before they are handed over."""
+
+    def __init__(self, run: Run, best: Path, opened: OpenedBases):
+        self.run, self.best, self.exports = run, best, list[Export]()
+        self._thread = ThreadPoolExecutor(1, "export")
+        self._writing = self._thread.submit(write_exports, run, best, opened, self.exports)
+        self._proving: Future[list[Verdict]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            wait([self._writing])
+            remove_exports(self.run, self.exports)
+        self._thread.shutdown()
+
+    def wait_for_large_proofs(self, device: str) -> None:
+        """Wait for the last checkpoints' proofs where they would leave no room on a GPU for an evaluation beside them."""
+        if device.startswith("cuda") and takes_much(proven_bytes(self.best), device):
+            with self.run.spent.part("proving"):
+                self.run.settle_proofs()
+
+    def begin_proofs(self) -> list[Path]:
+        """Wait for the last checkpoints' proofs and for what is being written; then begin to prove that, and return where it is."""
+        with self.run.spent.part("proving"):
+            self.run.settle_proofs()
+            self._writing.result()
+        self._proving = self._thread.submit(prove_exports, self.run, self.best, self.exports)
+        return [export.where for export in self.exports]
+
+    def verdicts(self) -> list[Verdict]:
+        """Verdicts of the proofs that were begun, once they are over."""
+        assert self._proving is not None
+        with self.run.spent.part("proving"):
+            return self._proving.result()
 
 
 def write_exports(run: Run, best: Path, opened: OpenedBases, exports: list[Export]) -> None:
@@ -266,9 +288,8 @@ def check_own_proof(best: Path) -> Verdict:
     return proven("checkpoint", f"{best.name}, of which this is made, has its hallmark")
 
 
-def remove_exports(run: Run, writing: Future[None], exports: Sequence[Export]) -> None:
+def remove_exports(run: Run, exports: Sequence[Export]) -> None:
     """Remove what was written and not yet handed over: the run ends before it is proven, by an error that a disk's must not hide."""
-    wait([writing])
     for export in exports:
         try:
             if not export.old:
