@@ -62,7 +62,7 @@ from assay.recipes.edit_options import Edit
 from assay.recipes.run import Run, plain, print_line
 from assay.statistics.known_answers import check_statistics
 from assay.store import checkpoint, durable
-from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact
+from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact, refuse_quarantined
 from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import EXPORT_DTYPES, majority_dtype
 from assay.store.ledger import Event
@@ -162,7 +162,7 @@ def open_editable(config: Edit) -> Artifact:
     if config.probe_rounds < 1:
         raise UsageError(f"--probe-rounds {config.probe_rounds}: expected at least 1; without texts to other prompts nothing says what "
                          "the edit did to them")
-    source = open_artifact(config.path)
+    source = refuse_quarantined(open_artifact(config.path))
     if source.patch is not None:
         raise UsageError(f"{source.path} is an adapter; export it --to merged, and edit that")
     if source.tokenizer is None:

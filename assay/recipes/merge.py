@@ -32,7 +32,7 @@ from assay.recipes.conversations import held_out_batches
 from assay.recipes.merge_options import MeasuredWriting, MergeModels, PruneLayers
 from assay.recipes.run import print_line
 from assay.recipes.teachers import with_layers
-from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact
+from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact, refuse_quarantined
 from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, write_checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, unproven
@@ -45,8 +45,8 @@ def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOu
     """Merge models. Nothing is written where the parents are not of one model."""
     asked, paths = asked_merge(config)
     require_new_folder(Path(config.out))
-    parents = [open_artifact(path) for path in paths]
-    base = None if config.base is None else open_artifact(config.base)
+    parents = [refuse_quarantined(open_artifact(path)) for path in paths]
+    base = None if config.base is None else refuse_quarantined(open_artifact(config.base))
     every = [*([] if base is None else [base]), *parents]
     verdicts = [shapes := check_same_shape(every)]
     if shapes.outcome is Outcome.PROVEN:
@@ -68,7 +68,7 @@ def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOu
 
 def prune(config: PruneLayers, say: Callable[[str], None] = print_line) -> RunOutcome:
     require_new_folder(Path(config.out))
-    source = open_artifact(config.model)
+    source = refuse_quarantined(open_artifact(config.model))
     if bool(config.layers) == bool(config.drop):
         raise UsageError("say which layers go: --layers, a number of those that do least on --data, or --drop, their places; one of them")
     batches = data_batches(config, source)

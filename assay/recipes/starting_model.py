@@ -36,7 +36,16 @@ from assay.recipes.memory_plan import MemoryPlan, makes_base, may_open_in_parts,
 from assay.recipes.options import Trained
 from assay.recipes.processes import holds_outline, shards_parameters
 from assay.store import checkpoint
-from assay.store.artifact import Artifact, Destination, assemble_model, build_model, locate_artifact, open_artifact, straight_to
+from assay.store.artifact import (
+    Artifact,
+    Destination,
+    assemble_model,
+    build_model,
+    locate_artifact,
+    open_artifact,
+    refuse_quarantined,
+    straight_to,
+)
 from assay.store.checkpoint import Checkpoint, Contents, open_checkpoint
 from assay.store.compressed_tensors import is_compressed
 from assay.store.export_artifact import majority_dtype
@@ -370,14 +379,6 @@ def _held_dtype(config: Trained) -> str | None:
     named = str(config.from_ or config.model)
     remade = config.new_tokens or config.rope_scaling or named.endswith(".gguf")
     return None if remade or locate_artifact(named).adapter else config.base_dtype
-
-
-def refuse_quarantined(source: Artifact) -> Artifact:
-    marked = source.raw.checkpoint.quarantined if source.raw.checkpoint else None
-    if marked is None:
-        return source
-    reasons = "; ".join(verdict["reason"] for verdict in marked["verdicts"] if verdict["outcome"] == "REFUTED")
-    raise UsageError(f"{source.path} is quarantined: {reasons}. Name another model, or remove its quarantine.json on purpose")
 
 
 def prepared(config: Trained, source: Artifact, say: Callable[[str], None], device: str = "cpu", world: World | None = None) -> Artifact:

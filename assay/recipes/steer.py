@@ -29,7 +29,7 @@ from assay.recipes.steer_options import Steer
 from assay.statistics.effects import Effect, paired_effect
 from assay.statistics.known_answers import check_statistics
 from assay.store import durable
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import Artifact, build_model, open_artifact, refuse_quarantined
 from assay.verdict import Verdict, proven, refuted, unproven
 
 STEER_ROWS, TEXT_BYTES = 8, 2048
@@ -38,7 +38,7 @@ LEAST_PAIRS = 4  # on each side
 
 
 def steer(config: Steer, say: Callable[[str], None] = print_line) -> RunOutcome:
-    source, device = open_artifact(config.model), require_device(config.device or default_device())
+    source, device = refuse_quarantined(open_artifact(config.model)), require_device(config.device or default_device())
     if Path(config.out).exists():
         raise UsageError(f"{config.out} exists already; give another --out")
     made_of, judged = steering_pairs(config, source)

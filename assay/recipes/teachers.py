@@ -22,8 +22,8 @@ from assay.model.placement import place_for_training
 from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import ModelConfig, Transformer
 from assay.recipes.options import Distill
-from assay.recipes.starting_model import refuse_quarantined, require_proven, write_proven
-from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact
+from assay.recipes.starting_model import require_proven, write_proven
+from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact, refuse_quarantined
 from assay.store.checkpoint import open_checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.verdict import Verdict
@@ -166,7 +166,7 @@ def load_stored_answers(config: Distill, student: Student, examples: Sequence[Tr
             raise UsageError(f"{folder} does not exist yet: name who is to be asked with --teacher")
         store_teacher_answers(folder, config, student, batches, device)
         say(f"{folder}: the teacher's {config.teacher_top_k} likeliest tokens in every place of {len(examples):,} conversations")
-    digest = None if config.teacher is None else open_artifact(config.teacher).digest
+    digest = None if config.teacher is None else refuse_quarantined(open_artifact(config.teacher)).digest
     stored = open_teacher(folder, tokenizer=student.tokenizer.digest, teacher=digest)
     if (stored.temperature, stored.k) != (config.temperature, config.teacher_top_k):
         raise UsageError(f"{folder} holds {stored.k} tokens a place at temperature {stored.temperature:g}; --teacher-top-k is "

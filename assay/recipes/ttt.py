@@ -43,7 +43,7 @@ from assay.recipes.ttt_options import Ttt
 from assay.statistics.estimate import Array, Estimate, bits_per_byte
 from assay.statistics.known_answers import check_statistics
 from assay.store import durable
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import Artifact, build_model, open_artifact, quarantines
 from assay.store.digests import environment, tensor_facts
 from assay.store.ledger import Event, Ledger
 from assay.strict_json import read_json_lines
@@ -90,6 +90,8 @@ def ttt(config: Ttt, say: Callable[[str], None] = print_line) -> TttOutcome:
     how, slots = ttt_plan(config, model), min(config.batch_size, len(texts))
     require_readable(model, tokens_of(texts), how)
     run = Run(where, config, say=say)
+    for sentence in quarantines(source):
+        say(sentence)
     with run.sitting():
         begin_again(run)
         run.log(Event.DOCUMENTS, count=len(texts), bytes=sum(text.bytes for text in texts), left_out=dict(left_out))

@@ -16,7 +16,7 @@ from assay.learn.bradley_terry import REWARD_TOKEN, token_rewards
 from assay.model.placement import place_for_inference
 from assay.model.transformer import Transformer
 from assay.reward.worker_pool import AskedPrompt
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import Artifact, build_model, open_artifact, refuse_quarantined
 
 STAND_IN = "yes"  # for a completion, where the prompt alone is looked at
 _UNBOUNDED = 10**9  # tokens: what is too long for the reward model is an error row, and is not cut
@@ -85,7 +85,7 @@ def _conversation(path: str, artifact: Artifact, asked: AskedPrompt, completion:
 @lru_cache(maxsize=2)
 def reward_artifact(path: str) -> Artifact:
     """Open a reward model; anything else is refused."""
-    artifact = open_artifact(path)
+    artifact = refuse_quarantined(open_artifact(path))
     if artifact.tokenizer is None or REWARD_TOKEN not in artifact.tokenizer.ids:
         raise UsageError(f"--reward model:{path}: its tokenizer has no {REWARD_TOKEN}: it is no reward model; make one with assay "
                          "reward-model")

@@ -26,7 +26,7 @@ from assay.model.tokenizer import Tokenizer
 from assay.model.transformer import Transformer
 from assay.recipes.options import Trained
 from assay.recipes.starting_model import TrainedWeights, trainable
-from assay.store.artifact import Artifact, build_model, open_artifact
+from assay.store.artifact import Artifact, build_model, open_artifact, refuse_quarantined
 from assay.verdict import Outcome, Verdict, overall, proven, refuted, unproven
 
 # Relative distance of probe answers. In fp32 only rounding is between the two (1e-6 to 1e-5 seen). bf16 rounds at every layer and
@@ -130,7 +130,7 @@ def _learning_weights(config: Trained, artifact: Artifact) -> TrainedWeights:
     if config.lora_r and artifact.raw.place.kind == "gguf":
         raise UsageError(f"{artifact.path}: a GGUF file, and an adapter's base is a folder that other tools open; assay export it --to hf "
                          "first")
-    return trainable(config, artifact, artifact.tokenizer)
+    return trainable(config, refuse_quarantined(artifact), artifact.tokenizer)
 
 # ---------------------------------------------------------------- checks
 

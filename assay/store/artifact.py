@@ -133,6 +133,21 @@ def open_artifact(path: str | Path, *, base: str | Path | None = None, to: Desti
     return found
 
 
+def refuse_quarantined(source: Artifact) -> Artifact:
+    """Refuse to make anything of a model that was refuted, or of an adapter on one: what is made of it would have a hallmark of its own."""
+    for sentence in quarantines(source):
+        raise UsageError(f"{sentence}. Name another model, or remove its quarantine.json on purpose")
+    return source
+
+
+def quarantines(source: Artifact) -> list[str]:
+    """What was found against the model, and against its base, for whoever reads it all the same."""
+    found = [one.raw.checkpoint for one in (source, source.base) if one is not None and one.raw.checkpoint is not None]
+    marks = {checkpoint.folder: mark for checkpoint in found if (mark := checkpoint.quarantined) is not None}
+    reasons = {where: [one["reason"] for one in mark["verdicts"] if one["outcome"] == "REFUTED"] for where, mark in marks.items()}
+    return [f"{where} is quarantined: {'; '.join(against) or 'no reason is recorded'}" for where, against in reasons.items()]
+
+
 def refuse_other_rounding(found: Artifact, held: str | None) -> None:
     """Refuse a model whose weights were rounded though nobody asked for it, or were not though somebody did. Of an adapter its base was
     asked."""

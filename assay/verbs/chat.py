@@ -180,7 +180,7 @@ class Speaker:
     def __init__(self, path: str, flags: FLAGS, *, base: str | None, steer: str | None = None):
         from assay.editing.steering import asked_steering
         from assay.model.placement import default_device
-        from assay.store.artifact import open_artifact, straight_to
+        from assay.store.artifact import open_artifact, quarantines, straight_to
 
         self.path = self.origin = path
         self.name = Path(path).name if Path(path).name not in ("model", "adapter") else path
@@ -191,7 +191,7 @@ class Speaker:
         self.steering = None if steer is None else asked_steering(steer)
         if self.steering is not None:
             self.name += f" + {Path(self.steering.path).name}"
-        for note in (*self.artifact.notes, *(() if self.steering is None else self.steering.notes)):
+        for note in (*self.artifact.notes, *quarantines(self.artifact), *(() if self.steering is None else self.steering.notes)):
             print(f"note: {note}", file=sys.stderr)
         if self.tokenizer.template is None and flags.system is not None:
             raise UsageError(f"{path}: it has no chat template, so there is no place for a system prompt; leave --system out")

@@ -94,12 +94,12 @@ def evaluate_model(flags: FLAGS) -> "Evaluation":
     from assay.evaluation.tasks import TaskRequest, open_task
     from assay.generate.generation_request import Sampling
     from assay.model.placement import default_device
-    from assay.store.artifact import open_artifact
+    from assay.store.artifact import open_artifact, quarantines
 
     assert flags.task is not None
     task = open_task(TaskRequest(flags.task, Path(flags.data) if flags.data else None, flags.limit, flags.grader, flags.seed))
     artifact = open_artifact(flags.path, base=flags.base)
-    for note in artifact.notes:
+    for note in (*artifact.notes, *quarantines(artifact)):
         print(f"note: {note}", file=sys.stderr)
     opened = LoadedModel(artifact, device=flags.device or default_device(), dtype=getattr(torch, flags.dtype) if flags.dtype else None)
     sampling = Sampling(flags.max_new_tokens, flags.temperature, flags.top_k, flags.top_p, flags.seed)

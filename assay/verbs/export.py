@@ -79,7 +79,7 @@ def run(flags: FLAGS) -> int:
     from assay.guard.compressed_checks import check_compressed
     from assay.guard.llama_cpp_checks import check_in_llama_cpp
     from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
-    from assay.store.artifact import open_artifact
+    from assay.store.artifact import open_artifact, refuse_quarantined
     from assay.store.checkpoint import open_checkpoint
     from assay.store.compressed_tensors import COMPRESSED
     from assay.store.export_artifact import export_artifact
@@ -89,7 +89,8 @@ def run(flags: FLAGS) -> int:
         raise UsageError("--quant is for --to gguf, in the place of --dtype; leave one of them out")
     if (flags.text is None) != (flags.to != "gptq"):
         raise UsageError("--text is what --to gptq is fitted to: give both, or neither")
-    source, where, stated = open_artifact(flags.path, base=flags.base), Path(flags.out), list[Verdict]()
+    source = refuse_quarantined(open_artifact(flags.path, base=flags.base))
+    where, stated = Path(flags.out), list[Verdict]()
     fitted, held_out = calibration_rows(source, Path(flags.text)) if flags.text else (None, None)
     rebased: dict[str, Any] | None = None
     if flags.onto == "file":

@@ -67,12 +67,12 @@ def sample_texts(flags: FLAGS) -> "list[Completion]":
 
 def run(flags: FLAGS) -> int:
     from assay.model.placement import default_device
-    from assay.store.artifact import open_artifact, straight_to
+    from assay.store.artifact import open_artifact, quarantines, straight_to
 
     artifact = open_artifact(flags.path, base=flags.base, to=straight_to(flags.device or default_device()))
     from assay.editing.steering import asked_steering
 
-    for note in (*artifact.notes, *(() if flags.steer is None else asked_steering(flags.steer).notes)):
+    for note in (*artifact.notes, *quarantines(artifact), *(() if flags.steer is None else asked_steering(flags.steer).notes)):
         print(f"note: {note}", file=sys.stderr if flags.json else sys.stdout)
     texts = [text for text in flags.prompt or ("",) for _ in range(flags.n)]
     live = len(texts) == 1 and not (flags.json or flags.tokens)

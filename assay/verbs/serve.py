@@ -147,7 +147,10 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _told(model: "HostedModel") -> None:
-    hallmark = "proven" if model.proven else "UNPROVEN: it has no hallmark"
+    from assay.store.artifact import quarantines
+
+    against = quarantines(model.artifact)
+    hallmark = f"REFUTED: {against[0]}" if against else "proven" if model.proven else "UNPROVEN: it has no hallmark"
     print(f"{model.name}  {model.digest[:12]}  {hallmark}  {model.memory / 2**20:,.0f} MiB with keys and values")
     for line in (*model.artifact.notes, *map(str, model.verdicts)):
         print(f"  {line}")

@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.errors import ArtifactError
+from assay.cli import run as assay
+from assay.errors import ArtifactError, UsageError
 from assay.model.lora import lora_sites
 from assay.model.patch import LowRank
+from assay.reward.model_reward import reward_artifact
 from assay.store import artifact
 from assay.store.artifact import build_model, open_artifact
+from assay.store.checkpoint import quarantine_checkpoint
 from assay.store.peft_whole import AdapterFile, adapted_embedding, whole_matrices
 from assay.testing.tiny_models import save_adapter, save_hf_folder, save_model, tiny_model
+from assay.verdict import refuted
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -61,3 +65,44 @@ def test_a_model_that_is_rounded_otherwise_than_asked_is_refused(tmp_path: Path,
     for place in places[:2]:
         with pytest.raises(ArtifactError, match="from the file's; asked for was the file as it is"):
             open_artifact(place)
+
+
+@pytest.fixture(scope="module")
+def condemned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bad` is quarantined, `adapter` lies on it, `good` is neither."""
+    home = tmp_path_factory.mktemp("condemned")
+    for name in ("bad", "good"):
+        save_model(home / name, tiny_model("llama"))
+    save_adapter(home / "adapter", home / "bad")
+    quarantine_checkpoint(open_artifact(home / "bad").raw.checkpoint, [refuted("values", "it talks nonsense")])
+    (home / "pairs.jsonl").write_text('{"prompt": "1", "chosen": "a", "rejected": "b"}\n' * 2)
+    (home / "text.txt").write_text("words\n" * 9)
+    (home / "texts.jsonl").write_text('{"text": "some words"}\n{"text": "and others"}\n')
+    return home
+
+
+@pytest.mark.parametrize("command", [
+    "export bad --to hf", "export bad --to gguf", "export adapter --to merged", "merge bad good", "merge good --base bad --method task",
+    "prune bad --drop 0", "steer bad --data pairs.jsonl", "edit bad --facts pairs.jsonl --text text.txt",
+    "sft --model bad --data pairs.jsonl", "sft --model adapter --data pairs.jsonl", "serve bad --train --port 0"])
+def test_nothing_is_made_of_a_model_that_was_refuted(condemned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str], command: str):
+    monkeypatch.chdir(condemned)
+    assert assay([*command.split(), "--out", str(tmp_path / "out")]) == 2
+    assert "bad is quarantined: it talks nonsense. Name another model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_model_that_was_refuted_rewards_nobody(condemned: Path):
+    with pytest.raises(UsageError, match="bad is quarantined: it talks nonsense"):
+        reward_artifact(str(condemned / "bad"))
+
+
+def test_whoever_reads_a_model_that_was_refuted_is_told(condemned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(condemned)
+    asked = ["--data", "texts.jsonl", "--out", str(tmp_path / "scores"), "--device", "cpu", "--witness", "0"]
+    assert assay(["eval", "bad", "--task", "text", *asked]) == 0
+    assert assay(["sample", "adapter", "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert (said.err + said.out).count("bad is quarantined: it talks nonsense") == 2
