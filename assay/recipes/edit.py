@@ -68,7 +68,7 @@ from assay.store.export_artifact import EXPORT_DTYPES, majority_dtype
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.tracing.plots import draw_causal_trace
-from assay.verdict import Verdict, proven, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted
 
 EDIT_REPORT = "edits.json"
 _AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
@@ -114,8 +114,8 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         edited, watched = solve_edits(config, model, source, facts, layers, reading, watch)
         with patched(model, edited.patch):
             claimed = ask_questions(model, tokenizer, [q for q in fact_questions(facts) if q.kind == "efficacy"], source.stops.stop_ids)
-        verdicts = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
-        run.log(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in verdicts]))
+        proof = apply_patch(source, edited.patch, where, taught=ends(model, source), probing=probing)
+        run.log(Event.PROOF, checkpoint="model", verdicts=plain([verdict.to_json() for verdict in proof]))
         watch.lap("checkpoint and proof")
         reloaded = open_artifact(where)
         read_back = build_model(reloaded).to(device)
@@ -126,14 +126,15 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
         watch.lap("probe")
         sizes = update_sizes(source.tensors, reloaded.tensors)
         unserved = [] if config.known else refused  # whoever asks for known facts gets others instead of those
-        verdicts += [check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)), check_edit_drift(texts_beside),
-                     check_retest(claimed, after.replies),
-                     check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
+        verdicts = [*proof, check_subjects(len(facts), unserved), *check_edits(before, after, goals(config)),
+                    check_edit_drift(texts_beside), check_retest(claimed, after.replies),
+                    check_update(sizes, edited.reached if config.method == "rome" else None, config.max_update)]
         scores = edit_estimates(before, after)
         verdicts += [*watched, check_replies(model, tokenizer, before, scored, source.stops.stop_ids, "before"),
                      check_replies(read_back, tokenizer, after, scored, source.stops.stop_ids, "after"),
                      check_edit_figures(facts, before, after, scores)]
         found = scores | ({} if texts_beside is None else texts_beside.estimates())
+        mark_edited(where, proof, verdicts)
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)
         write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
@@ -142,16 +143,21 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
 
 
 def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
-    """Write the parent's tensors with the patch applied as a checkpoint at `where`, and prove it in a fresh process."""
+    """Write the parent's tensors with the patch applied as a checkpoint at `where`, and prove it in a fresh process. It has no hallmark
+    before it is measured: whoever finds it after a kill must not take it for an edit that holds."""
     changed = patched_tensors(source.tensors, patch, source.digest)
     dtype = EXPORT_DTYPES[majority_dtype(source.tensors)]
     model = assemble_model(source.config, source.tensors | changed, torch.float32)
     lineage = Lineage("moved", Ancestor(source.digest, str(source.path)), frozen=tuple(sorted(source.tensors.keys() - changed.keys())),
                       taught_to_stop=taught)
     checkpoint.write_checkpoint(where, model_contents(model, source.tokenizer, source.stops, lineage, dtype=dtype))
-    verdicts = prove(ProofRequest(str(where), str(source.path), expect="moved", probing=probing))
-    hallmark_or_quarantine(open_checkpoint(where), verdicts)
-    return verdicts
+    return prove(ProofRequest(str(where), str(source.path), expect="moved", probing=probing))
+
+
+def mark_edited(where: Path, proof: Sequence[Verdict], judged: Sequence[Verdict]) -> None:
+    """Give the edited model its hallmark for what its proof found, unless the edit was refuted: then it is quarantined."""
+    against = [verdict for verdict in judged if verdict.outcome is Outcome.REFUTED and verdict not in proof]
+    hallmark_or_quarantine(open_checkpoint(where), [*proof, *against])
 
 
 def open_editable(config: Edit) -> Artifact:

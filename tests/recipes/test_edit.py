@@ -23,7 +23,7 @@ from assay.store.saving import Lineage, model_contents
 from assay.testing import tiny_facts
 from assay.testing.fault_injection import swap
 from assay.verbs import edit as verb
-from assay.verdict import Outcome
+from assay.verdict import Outcome, proven, refuted
 from tests.editing.test_memit import six
 
 TUNED = ("--v-lr 0.1 --clamp-norm-factor 1 --v-num-grad-steps 60 --kl-factor 0 --mom2-update-weight 10 --max-update 10 --prefixes 3 "
@@ -79,6 +79,33 @@ def test_from_facts_to_a_proven_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         "start", "preflight", "layers", "proof", "resume", "set aside", "preflight", "layers", "proof", "edits"]
     with pytest.raises(UsageError, match="never overwritten"):
         verb.run(flags)
+
+
+@pytest.mark.parametrize("lost", ["efficacy", "solution"])
+def test_an_edit_that_is_refuted_has_no_hallmark_and_nothing_is_made_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str):
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(recipe, "prove", lambda _: [proven("whole", "not looked at")])
+    base(tmp_path)
+    if lost == "solution":
+        monkeypatch.setattr(recipe, "check_solution", lambda *_: refuted("solution", "another update than the least"))
+    else:
+        monkeypatch.setattr(recipe, "check_edits", lambda *_: [refuted("efficacy", "nothing is said")])
+    flags = options(tmp_path, row(tiny_facts.fact_edits(2)[0]), more="--layers 0,1 --v-num-grad-steps 2")
+    assert recipe.edit(flags, lambda _: None).exit_code == 3
+    edited = open_checkpoint(tmp_path / "run" / "model")
+    assert edited.hallmark is None
+    assert edited.quarantined is not None
+    with pytest.raises(UsageError, match="is quarantined"):
+        recipe.open_editable(replace(flags, path=str(edited.folder), out=str(tmp_path / "on")))
+
+
+def test_an_edit_has_no_hallmark_before_it_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(recipe, "prove", lambda _: [proven("whole", "not looked at")])
+    base(tmp_path)
+    flags = options(tmp_path, row(tiny_facts.fact_edits(2)[0]), more="--layers 0,1 --v-num-grad-steps 2")
+    killed_before_the_probe(flags)
+    assert open_checkpoint(tmp_path / "run" / "model").hallmark is None
 
 
 def killed_before_the_probe(flags: Edit) -> None:
