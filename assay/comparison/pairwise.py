@@ -203,7 +203,7 @@ def refuse_unlike(before: Arm, after: Arm) -> None:
     for key in sorted(before.data.keys() & after.data.keys() - {"how"}):
         if before.data[key] != after.data[key]:
             raise DataError(f"{both} were not asked the same: {key} is {after.data[key]!r} and {before.data[key]!r}; evaluate both on one "
-                            "version of the data")
+                            f"version of the {'grader' if key == 'grader' else 'data'}")
     if bool(before.tally) != bool(after.tally):
         raise DataError(f"{both}: the one is a count, the other has scores; give both in one form")
     problems = set(before.problems)

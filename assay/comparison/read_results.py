@@ -25,7 +25,7 @@ from assay.strict_json import NATURAL, read_json, require_shape
 
 LOWER_IS_BETTER = ("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "malformed", "cap")
 Samples = tuple[float, ...]
-SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts")  # in eval.json: must be the same on both sides
+SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts", "grader")  # in eval.json: must be the same on both sides
 MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
 _EVAL_FACTS = {"checkpoint?": str, "examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
 _SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}

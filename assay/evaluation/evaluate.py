@@ -158,6 +158,7 @@ def _request(setup: EvalSetup) -> dict[str, Any]:
                "device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch.")}
     if isinstance(task, GenerationTask):
         request |= {"k": setup.k, "sampling": asdict(setup.sampling), "stop": list(task.stop), "raw": setup.raw}
+        request |= {"grader": task.grader} if task.grader is not None else {}
     return request
 
 

@@ -61,6 +61,7 @@ class GenerationTask:
     raw: bool = False  # the prompt is a text to be continued, not a message to be answered
     votes: bool = False  # equal answers can be counted, so that the majority has one
     scorers: int = 1  # threads: more where a score waits for a process
+    grader: str | None = None  # digest of a grader that is not Assay's own: its scores go with no other's
     canaries: Callable[[], list[Verdict]] = list  # further checks of the scoring, of a task whose grader is not Assay's own
     kind: Literal["generation"] = "generation"
 

@@ -9,7 +9,9 @@ file is not imported here, only in the worker processes.
 
 import ast
 import builtins
+import hashlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,7 @@ from assay.config import nearest
 from assay.errors import ArtifactError, DataError, UsageError
 from assay.reward.answer import AnswerForm, Strictness, gold_answer, read_answer, same_answer
 from assay.reward.json_schema import check_schema, schema_fault
+from assay.store.durable import hash_file
 from assay.strict_json import parse_json, read_json
 
 _Row = Mapping[str, Any]
@@ -104,6 +107,18 @@ def built_in_reward(reward: RewardSpec) -> RewardFunction:
 
         loaded_reward_model(reward.options["path"], reward.options.get("device", "cpu"))
     return partial(BUILT_IN_REWARDS[reward.name], **reward.options)
+
+
+def reward_digest(reward: RewardSpec) -> str:
+    """Digest of a rule: its name and options, and the bytes of its file, of a file that an option names, or of a model that it asks."""
+    named = [reward.file, *(reward.options.get(option) for option in ("file", "rubric"))]
+    read = [hash_file(Path(file)) for file in named if file]
+    if reward.learned:
+        from assay.reward.model_reward import reward_artifact
+
+        read.append(reward_artifact(reward.options["path"]).digest)
+    told = [reward.name, sorted((name, str(value)) for name, value in reward.options.items()), read]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 # ---------------------------------------------------------------- built in
 

@@ -8,6 +8,8 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+from assay.comparison.pairwise import compare
+from assay.comparison.read_results import read_eval
 from assay.errors import DataError, UsageError
 from assay.evaluation import evaluate as module
 from assay.evaluation import loaded_model, soundness
@@ -107,6 +109,23 @@ def test_another_evaluation_in_the_same_folder_is_refused(change, checkpoint, tm
     sampling = replace(WARM, seed=1) if change == "seed" else WARM
     with pytest.raises(DataError, match="give another folder"):
         evaluate(model, task, tmp_path / "out", k=3 if change == "k" else 2, sampling=sampling)
+
+
+def test_another_grader_in_the_same_folder_or_a_comparison_is_refused(checkpoint, tmp_path):
+    """By its name, and by what is in its file: rows that one graded are no rows of the other."""
+    data, mine = write_rows(tmp_path / "a.jsonl", PROBLEMS), tmp_path / "mine.py"
+    mine.write_text("def grade(prompt, completion, row):\n    return float(completion.strip() == row['answer'])\n")
+    evaluate(opened(checkpoint), open_task(TaskRequest("graded", data, grader=f"{mine}:grade")), tmp_path / "out", sampling=WARM)
+    usual = mine.read_text()
+    mine.write_text(usual.replace("row['answer'])", "row['answer']) or 0.01 * (len(completion) == 1)"))
+    for grader in ("answer", f"{mine}:grade"):
+        with pytest.raises(DataError, match="an evaluation with another grader"):
+            evaluate(opened(checkpoint), open_task(TaskRequest("graded", data, grader=grader)), tmp_path / "out", sampling=WARM)
+    evaluate(opened(checkpoint), open_task(TaskRequest("graded", data, grader=f"{mine}:grade")), tmp_path / "other", sampling=WARM)
+    with pytest.raises(DataError, match="not asked the same: grader"):
+        compare([read_eval(tmp_path / name, None, None) for name in ("out", "other")])
+    mine.write_text(usual)
+    evaluate(opened(checkpoint), open_task(TaskRequest("graded", data, grader=f"{mine}:grade")), tmp_path / "out", sampling=WARM)
 
 
 def test_two_writers_and_foreign_folders_are_refused(tmp_path):

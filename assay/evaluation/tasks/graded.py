@@ -13,7 +13,7 @@ from assay.evaluation.task import GenerationTask, Score, TaskExample, evenly_spa
 from assay.evaluation.tasks import TaskRequest
 from assay.reward.answer import gold_answer, read_number
 from assay.reward.canary import GOLD_COMPLETION, KNOW_THE_ANSWER
-from assay.reward.reward_functions import parse_rewards
+from assay.reward.reward_functions import parse_rewards, reward_digest
 from assay.reward.worker_pool import RewardItem, RewardWorkers
 from assay.verdict import Verdict, proven, refuted, unproven
 
@@ -46,7 +46,8 @@ def make_graded(request: TaskRequest) -> GenerationTask:
         looks = rewards[0].file is not None or rewards[0].name in KNOW_THE_ANSWER
         return check_grader(examples, score) if looks else []
 
-    return GenerationTask("graded", examples, _graded_prompt, score, _graded_gold, _graded_wrong, canaries=canaries)
+    return GenerationTask("graded", examples, _graded_prompt, score, _graded_gold, _graded_wrong, grader=reward_digest(rewards[0]),
+                          canaries=canaries)
 
 
 def _graded_prompt(example: TaskExample) -> str:
