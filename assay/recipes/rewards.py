@@ -39,7 +39,7 @@ from assay.reward.endpoint import Cost, connected, endpoint_from_environment
 from assay.reward.known_readings import check_readings
 from assay.reward.llm_judge import RUBRIC, Judge, Judged, Repeat, Scores, judge_group, rank_agreement
 from assay.reward.model_reward import STAND_IN, read_by_reward_model, reward_artifact
-from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards
+from assay.reward.reward_functions import JudgeOptions, RewardSpec, parse_rewards, reward_digest
 from assay.reward.worker_pool import AskedPrompt, ErrorLimit, RewardItem, RewardWorkers, ScoredItem
 from assay.seeds import derive
 from assay.statistics.estimate import Estimate, mean
@@ -83,6 +83,8 @@ class Rewards:
         self.workers = RewardWorkers(self.rules, count=config.reward_workers, seconds=config.reward_seconds)
         self.metric_workers = None if config.metric is None else RewardWorkers([self.metric], count=1, seconds=config.reward_seconds)
         self.reward_model = next((proven_reward_model(rule.options["path"]) for rule in self.rules if rule.learned), None)
+        self.digests = {rule.name: reward_digest(rule) for rule in self.rules if not rule.learned} \
+            | ({} if config.metric is None else {"metric": reward_digest(self.metric)})
         self.limit = ErrorLimit(config.reward_errors)
         self.noise = 0.0  # how far apart two answers about one completion were
         self._open = ExitStack()
@@ -117,9 +119,13 @@ class Rewards:
 
     def facts(self) -> dict[str, Any]:
         learned = {"reward_model": self.reward_model} if self.reward_model else {}
-        return learned | ({} if self.judge is None else {"judge": self.judge.identity})
+        return learned | {"rules": self.digests} | ({} if self.judge is None else {"judge": self.judge.identity})
 
     def check_same(self, recorded: Mapping[str, Any]) -> list[Verdict]:
+        began = recorded.get("rules", {})
+        if changed := sorted(name for name in {**began, **self.digests} if began.get(name) != self.digests.get(name)):
+            return [refuted("same data", f"the reward {', '.join(changed)} is another than the run began with: scores by two rules do not "
+                                         "compare; give the first one back, or begin a new run")]
         if self.reward_model and recorded.get("reward_model") != self.reward_model:
             return [refuted("same data", f"the reward model is {self.reward_model[:12]} now, the run began with "
                                          f"{str(recorded.get('reward_model'))[:12]}; give it back, or begin a new run")]

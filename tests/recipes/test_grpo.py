@@ -323,6 +323,19 @@ def test_other_prompts_are_another_run(adapter: Path, tmp_path: Path, monkeypatc
     with pytest.raises(GuardStop, match="the template or the split is another"):
         recipe.grpo(config, lambda _: None)
 
+
+
+def test_another_rule_in_the_same_file_is_another_run(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rule = tmp_path / "mine.py"
+    rule.write_text("def right(prompt, completion, row):\n    return float(completion.strip() == row['gold'])\n")
+    config = options(adapter, tmp_path / "run", reward=(f"{rule}:right:1",))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "over", lambda trainer: trainer.done >= 2)
+        reinforced(config)
+    rule.write_text(rule.read_text().replace("row['gold'])", "row['gold']) or 0.5"))
+    with pytest.raises(GuardStop, match="the reward right is another than the run began with"):
+        recipe.grpo(config, lambda _: None)
+
 # ---------------------------------------------------------------- the fork experiment: every suspected cause, by name
 
 
