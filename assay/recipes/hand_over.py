@@ -163,7 +163,8 @@ def check_handed_over(places: Sequence[Path], verdicts: Sequence[Verdict]) -> Ve
             return refuted("handed over", f"the run ends, and what it hands over is not there: {error}")
         if holds and checkpoint.hallmark is None:
             return refuted("handed over", f"{where}: every verdict holds, and it has no hallmark, by which others know it as proven")
-    return proven("handed over", f"{', '.join(where.name for where in places)}: every file is there{' with its hallmark' if holds else ''}")
+    names = [where.name for where in places]
+    return proven("handed over", f"{', '.join(names)}: every file is there{' with its hallmark' if holds else ''}", places=names)
 
 
 def send_to_remote(run: Run, places: list[Path]) -> list[Verdict]:

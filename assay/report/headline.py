@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.report.run_record import RunRecord, finite_number, read_lines, verdicts_of
-from assay.report.run_status import RunStatus, ended_status, last_results, run_status
+from assay.report.run_status import RunStatus, ended_status, last_results, result_verdicts, run_status
 from assay.verdict import Outcome, Verdict
 
 _LEVEL = 0.95
@@ -51,7 +51,7 @@ def artifact_status(record: RunRecord) -> RunStatus:
     status, purpose = run_status(record), purpose_of(record)
     if status.state != "done, not proven" or purpose is None:
         return status
-    return ended_status(verdict for event in last_results(record) for verdict in verdicts_of(event) if verdict.check != purpose.check)
+    return ended_status(verdict for verdict in result_verdicts(record) if verdict.check != purpose.check)
 
 
 def purpose_of(record: RunRecord) -> Purpose | None:

@@ -14,7 +14,7 @@ from assay.errors import ArtifactError
 from assay.report.headline import artifact_status, headline, purpose_of
 from assay.report.page import page_assets
 from assay.report.run_record import finite_number, is_run, read_json_or_remark, read_run, verdicts_of
-from assay.report.run_status import last_results
+from assay.report.run_status import result_verdicts
 from assay.report.templates import templates
 from assay.store import durable
 from assay.verdict import Outcome, Verdict, overall, without_optional
@@ -161,7 +161,7 @@ def _run_story(facts: Mapping[str, Any], name: str, out: Path) -> StageStory:
     page = out / "report.html"
     return StageStory(facts, None if aim is None else Verdict(name, aim.outcome, aim.sentence),
                       Verdict(name, status.outcome, f"{headline(record).artifact}: {status.sentence}"),
-                      [verdict for event in last_results(record) for verdict in verdicts_of(event)],
+                      result_verdicts(record),
                       report=os.fspath(page) if page.is_file() else None)
 
 

@@ -16,6 +16,7 @@ from assay.verdict import Outcome, Verdict
 
 _LIMIT = 1 << 30
 MARKS = {"hallmarked": "PROVEN", "quarantined": "REFUTED", "unproven": "UNPROVEN"}  # what lies beside a manifest, and what that says
+_QUARANTINE = {"verdicts": [{"outcome": str, "reason": str}]}
 LEDGER, METRICS, CONFIG = "ledger.jsonl", "metrics.jsonl", "config.yaml"
 
 
@@ -170,6 +171,27 @@ def _saved(place: Path) -> SavedCheckpoint:
         return SavedCheckpoint(place.name, manifest, digest, mark, None)
     except ArtifactError as error:
         return SavedCheckpoint(place.name, manifest, digest, "unproven", _told(error, place))
+
+
+def found_since(place: Path) -> Verdict | None:
+    """What speaks against a model that was handed over, as it lies there now; None where every file has its size and nothing was found
+    against it. Bytes are not hashed: `assay prove` does that. Loads no tensor library."""
+    if not (place / "manifest.json").is_file():
+        return Verdict("kept", Outcome.UNPROVEN, f"{place.name} is not there any more")
+    try:
+        if (place / "quarantine.json").is_file():
+            mark = strict_json.read_json(place / "quarantine.json", _QUARANTINE)
+            against = "; ".join(one["reason"] for one in mark["verdicts"] if one["outcome"] == Outcome.REFUTED)
+            return Verdict("kept", Outcome.REFUTED, f"{place.name} is quarantined: {against or 'no reason is recorded'}")
+        data = durable.read_file(place / "manifest.json", limit=_LIMIT)
+        listed = sealed.unseal(data, where=str(place / "manifest.json"), indent=1).get("files", {})
+        sizes = {name: facts["bytes"] for name, facts in listed.items()}
+        wrong = sorted(name for name in sizes if not (file := place / name).is_file() or file.stat().st_size != sizes[name])
+    except ArtifactError as error:
+        return Verdict("kept", Outcome.REFUTED, f"{place.name} is damaged: {_told(error, place)}")
+    if wrong:
+        return Verdict("kept", Outcome.REFUTED, f"{place.name} is damaged: {', '.join(wrong)} is gone, or of another size than was written")
+    return None
 
 
 # ---------------------------------------------------------------- verdicts

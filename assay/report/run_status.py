@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from assay.report.run_record import RunRecord, finite_number, verdicts_of
+from assay.report.run_record import RunRecord, finite_number, found_since, verdicts_of
 from assay.store.ledger import Event
 from assay.verdict import Outcome, Verdict, overall, without_optional
 
@@ -45,7 +45,8 @@ class HeldOutScore:
 
 
 def run_status(record: RunRecord) -> RunStatus:
-    """Status of a run from the ledger alone: what follows the last beginning says how that session ended."""
+    """Status of a run from its ledger, in which what follows the last beginning says how that session ended, and from what has become of
+    the model since."""
     if record.damage:
         return RunStatus("ledger damaged", record.damage)
     if not record.events:
@@ -53,8 +54,8 @@ def run_status(record: RunRecord) -> RunStatus:
     if stopped := [event for event in _last_sitting(record) if event["kind"] == Event.STOPPED]:
         stands = stopped[-1].get("stands")
         return RunStatus("stopped", f"{stopped[-1].get('reason')}. {f'{stands} stands' if stands else 'No checkpoint stands'}.")
-    if results := last_results(record):
-        return ended_status(verdict for event in results for verdict in verdicts_of(event))
+    if last_results(record):
+        return ended_status(result_verdicts(record))
     if any(event["kind"] == Event.CONSUMED for event in _last_sitting(record)):
         return RunStatus("interrupted", "it ended after a save, before anything was handed over; the same command goes on from there")
     return RunStatus("no end on record", "the ledger has no end: it is running, or was killed; the same command goes on from the last save")
@@ -63,6 +64,17 @@ def run_status(record: RunRecord) -> RunStatus:
 def last_results(record: RunRecord) -> list[dict[str, Any]]:
     """The events with which the last session handed something over; none of a ledger that is damaged."""
     return [] if record.damage else [event for event in _last_sitting(record) if event["kind"] in RESULT_EVENTS]
+
+
+def result_verdicts(record: RunRecord) -> list[Verdict]:
+    """Verdicts on what the last session handed over, with what speaks against it as it lies there now."""
+    results = last_results(record)
+    verdicts = [verdict for event in results for verdict in verdicts_of(event)]
+    named = [place for verdict in verdicts if verdict.check == "handed over" for place in verdict.evidence.get("places", ())]
+    named += ["model" for event in results if event["kind"] == Event.EDITS]
+    known = [place for place in ("adapter", "model") if results and (record.folder / place / "manifest.json").is_file()]
+    found = [found_since(record.folder / place) for place in dict.fromkeys([*map(str, named), *known])]
+    return [*verdicts, *(verdict for verdict in found if verdict is not None)]
 
 
 def _last_sitting(record: RunRecord) -> list[dict[str, Any]]:

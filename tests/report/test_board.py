@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ from assay.report import run_process
 from assay.report.board import board
 from assay.report.page import render_report
 from assay.report.run_record import RunRecord, read_run
+from assay.store.checkpoint import quarantine_checkpoint
 from assay.store.ledger import Ledger
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs import report as report_verb
 from assay.verbs import runs as runs_verb
-from assay.verdict import refuted
+from assay.verdict import proven, refuted
 from tests.report.crafted import a_checkpoint, a_run, rollouts
 
 
@@ -41,6 +44,28 @@ def test_every_way_a_run_can_stand(tmp_path: Path):
     done = rows["done"]
     assert (done.steps, done.held_out, done.last_proven) == (40, "0.5 [0.4, 0.6] (n=90) nats per token", "step-000040")
     assert rows["broken"].steps is None
+
+
+@pytest.mark.parametrize(("since", "state", "words"), [
+    ("quarantined", "done, refuted", "model is quarantined: it talks nonsense"), ("cut", "done, refuted", "model is damaged"),
+    ("edited", "done, refuted", "model is damaged"), ("gone", "done, not proven", "model is not there any more")])
+def test_what_became_of_a_model_since_it_was_handed_over_is_said_first(tmp_path: Path, since: str, state: str, words: str):
+    run = a_run(tmp_path / "run", ending="none")
+    again, place = Ledger(run / "ledger.jsonl"), proven("handed over", "every file is there", places=["model"])
+    again.append("hand over", verdicts=[proven("score", "as recorded").to_json(), place.to_json()])
+    again.close()
+    checkpoint = save_model(run / "model", tiny_model())
+    assert board(tmp_path)[0].state == "done and proven"
+    if since == "quarantined":
+        quarantine_checkpoint(checkpoint, [refuted("generations", "it talks nonsense")])
+    elif since == "gone":
+        shutil.rmtree(run / "model")
+    else:
+        file = run / "model" / ("model.safetensors" if since == "cut" else "manifest.json")
+        file.write_bytes(file.read_bytes()[:-1] if since == "cut" else file.read_bytes().replace(b"1", b"2", 1))
+    row = board(tmp_path)[0]
+    assert (row.state, words in row.reason, "artifact proven" in row.headline) == (state, True, False)
+    assert words in render_report(read_run(run))
 
 
 def test_a_run_that_may_not_be_read_is_a_row_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
