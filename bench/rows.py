@@ -42,6 +42,7 @@ GOAL = 20.0  # MB/s over two cores
 THRESHOLD = 0.8
 EDGES = (0.0, 0.5, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)  # of true similarities
 LONG, SHORT = (300, 900), (20, 60)  # words of a row
+PAGE, REMARK = (100, 600), (6, 40)  # words of a document with a changed copy
 Job = Callable[[], dict[str, Any]]
 
 
@@ -65,8 +66,9 @@ def main() -> None:
         for name, (counts, job) in jobs_on(folder, rows | {"both": both}, args.workers).items():
             lines.append(measured(name, counts, job))
             print(lines[-1], flush=True)
-    lines += found_by_similarity(args.pairs)
-    print("\n".join(lines[-len(EDGES) - 1 :]))
+    for words in (PAGE, REMARK):
+        lines += found_by_similarity(args.pairs, words)
+        print("\n".join(lines[-len(EDGES) - 1 :]))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")
 
@@ -129,12 +131,12 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 
 
-def found_by_similarity(count: int) -> list[str]:
-    """Documents and their changed copies, each by its true similarity: which were found, and which of others' were."""
+def found_by_similarity(count: int, length: tuple[int, int]) -> list[str]:
+    """Documents of so many words and their changed copies, each by its true similarity: which were found, and which of others' were."""
     draw, words = random.Random(1), [f"w{number}" for number in range(20_000)]
     texts, similarities = list[list[str]](), list[float]()
     for number in range(count):
-        text = draw.choices(words, k=draw.randint(100, 600))
+        text = draw.choices(words, k=draw.randint(*length))
         share = 0.15 * (number + 1) / count  # of the words that are changed
         texts += [text, [draw.choice(words) if draw.random() < share else word for word in text]]
         similarities.append(jaccard(*texts[-2:]))
@@ -142,7 +144,7 @@ def found_by_similarity(count: int) -> list[str]:
     first, own = find_duplicates(prints, THRESHOLD).first, np.arange(count)
     found, true = first[1::2] == 2 * own, np.array(similarities)
     strange = int((first[0::2] // 2 != own).sum() + (first[1::2] // 2 != own).sum())
-    lines = [f"true similarity        pairs  found at a threshold of {THRESHOLD:g}"]
+    lines = [f"true similarity        pairs  found at a threshold of {THRESHOLD:g}, of {length[0]} to {length[1]} words"]
     for low, high in pairwise(EDGES):
         inside = (true >= low) & ((true < high) | (high == EDGES[-1]))
         lines.append(f"{low:4.2f} to {high:4.2f} {int(inside.sum()):14,d}  {found[inside].mean() if inside.any() else float('nan'):.3f}")

@@ -1,10 +1,11 @@
 """Duplicates among documents: exact, by their bytes; and near, by MinHash of their runs of five words.
 
 One-permutation MinHash (Li, Owen and Zhang, arXiv 1208.1259): every run of five words has one hash, the top bits of which name one of 128
-bins; a document's signature is the least hash in each bin, empty bins borrowing from the next one that is not (Shrivastava and Li, arXiv
-1406.4784). The share of equal entries estimates the Jaccard similarity of two documents' runs, with a standard error of about 0.035 at 0.8.
-Documents that agree in all eight entries of one of 16 bands are compared; of those that are alike the first in the order of the files
-stays. Documents of fewer than five words are duplicates only where they are equal.
+bins; a document's signature is the least hash in each bin. Of the bins that are not empty in both, the share of equal entries estimates
+the Jaccard similarity of two documents' runs, with a standard error of about 0.035 at 0.8, and less where both are short. Documents that
+agree in all eight entries of one of 16 bands, in which empty bins borrow from the next one that is not (Shrivastava and Li, arXiv
+1406.4784), are compared; of those that are alike the first in the order of the files stays. Documents of fewer than five words are
+duplicates only where they are equal.
 
 Memory: about 150 bytes a document, whatever its length; and 384 on the disk of the output while it is at work, where near copies are looked
 for: signatures, and bands, of which one is in memory at a time.
@@ -39,6 +40,7 @@ BLOCK_BYTES = 1 << 20  # of rows that a worker is given at a time
 _PAIRS = 1 << 15  # of signatures that are compared at a time
 _BIN_SHIFT, _LOW = np.uint64(64 - 7), np.uint64((1 << 40) - 1)
 _EMPTY = np.uint64((1 << 64) - 1)
+_NO_RUN = (1 << 16) - 1  # in a signature: a bin that no run fell into
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # of the first so many bytes of eight
 
@@ -114,7 +116,7 @@ def _join_alike(prints: Prints | StoredPrints, first: NDArray[np.int64], thresho
         pairs = group[leaders] != group[order]  # those of one group are joined already
         one, other = leaders[pairs], order[pairs]
         parts = [slice(at, at + _PAIRS) for at in range(0, len(one), _PAIRS)]
-        alike = np.concatenate([(prints.signatures(one[part]) == prints.signatures(other[part])).mean(1) >= threshold for part in parts]
+        alike = np.concatenate([likeness(prints.signatures(one[part]), prints.signatures(other[part])) >= threshold for part in parts]
                                or [np.zeros(0, np.bool_)])
         for leader, follower in zip(one[alike].tolist(), other[alike].tolist(), strict=True):
             a, b = _root(group, leader), _root(group, follower)
@@ -122,6 +124,13 @@ def _join_alike(prints: Prints | StoredPrints, first: NDArray[np.int64], thresho
     while not np.array_equal(group, above := group[group]):
         group = above
     return group
+
+
+def likeness(one: NDArray[np.uint16], other: NDArray[np.uint16]) -> NDArray[np.float64]:
+    """Share of the runs of two documents that both have, by their signatures: of the bins that one of them has a run in. Bins that neither
+    has say nothing, and short documents have many."""
+    there = (one != _NO_RUN) | (other != _NO_RUN)
+    return ((one == other) & there).sum(-1) / np.maximum(1, there.sum(-1))
 
 
 def refuse_wrong_likeness() -> None:
@@ -134,9 +143,9 @@ def refuse_wrong_likeness() -> None:
     for one in range(len(texts)):
         for other in range(one):
             due = len(runs[one] & runs[other]) / len(runs[one] | runs[other])
-            if abs(float((signature[one] == signature[other]).mean()) - due) > KNOWN_LIKENESS:
+            if abs(float(said := likeness(signature[one], signature[other])) - due) > KNOWN_LIKENESS:
                 raise GuardStop(f"near copies: two known documents have {due:.2f} of their runs of words in common, and signatures say "
-                                f"{(signature[one] == signature[other]).mean():.2f}: rows would be left out by mistake")
+                                f"{said:.2f}: rows would be left out by mistake")
 
 
 def _root(group: NDArray[np.int64], document: int) -> int:
@@ -154,10 +163,11 @@ def document_prints(texts: Sequence[bytes], *, whole: Sequence[bytes] | None = N
     exact = np.array([int.from_bytes(hashlib.blake2b(each, digest_size=8).digest(), "little") for each in whole or texts], np.uint64)
     if not signed:
         return Prints(exact, np.zeros((len(texts), 0), np.uint16), np.zeros((len(texts), 0), np.uint64), np.zeros(len(texts), np.bool_))
-    signature, each = _filled(_least_hashes(texts)), BINS // BANDS
-    begins = np.arange(len(texts) * BANDS) * each
-    bands = hash_spans(signature.reshape(-1), begins, begins + each).reshape(len(texts), BANDS)
-    return Prints(exact, signature.astype(np.uint16), bands, signature[:, 0] != _EMPTY)
+    least, each = _least_hashes(texts), BINS // BANDS
+    filled, begins = _filled(least), np.arange(len(texts) * BANDS) * each
+    bands = hash_spans(filled.reshape(-1), begins, begins + each).reshape(len(texts), BANDS)
+    signature = np.where(least == _EMPTY, _NO_RUN, np.minimum(least & np.uint64(_NO_RUN), _NO_RUN - 1)).astype(np.uint16)
+    return Prints(exact, signature, bands, filled[:, 0] != _EMPTY)
 
 
 def _least_hashes(texts: Sequence[bytes]) -> Hashes:

@@ -2,14 +2,24 @@
 
 import json
 import random
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from assay.data import near_duplicates
-from assay.data.near_duplicates import Prints, document_prints, find_duplicates, prints_of_lines, said_in_row, stored_prints
+from assay.data.near_duplicates import (
+    Prints,
+    document_prints,
+    find_duplicates,
+    likeness,
+    prints_of_lines,
+    said_in_row,
+    stored_prints,
+)
 from assay.errors import GuardStop
 
 
@@ -47,8 +57,28 @@ def test_a_signature_estimates_the_similarity(share: float, documents: list[str]
     some = documents[:40]
     here, there = (document_prints([text.encode() for text in texts]) for texts in (some, [changed(text, share) for text in some]))
     true = [len(runs(text) & runs(changed(text, share))) / len(runs(text) | runs(changed(text, share))) for text in some]
-    estimates = (here.signature == there.signature).mean(1)
+    estimates = likeness(here.signature, there.signature)
     assert abs(np.mean(estimates - true)) < 3 * 0.045 / np.sqrt(len(some))
+
+
+@pytest.mark.parametrize("words", [6, 8, 12, 20, 40])
+def test_short_documents_are_left_out_only_where_they_are_alike(words: int):
+    """Signatures of few runs are empty for the most part: what an empty bin borrowed is no run that two documents have in common."""
+    draw, texts = random.Random(words), list[str]()
+    for _ in range(600):
+        text = draw.choices([f"w{number}" for number in range(40)], k=words)
+        cut = draw.randrange(words)
+        texts += [" ".join(text), " ".join([*text[:cut], *draw.choices(["x", "y", "z"], k=draw.randrange(1, 4)), *text[cut:]])]
+    here = [runs(text) for text in texts]
+    alike = {row: len(here[row] & here[row - 1]) / len(here[row] | here[row - 1]) for row in range(1, len(texts), 2)}
+    for threshold in (0.8, 0.5):
+        first = find_duplicates(document_prints([text.encode() for text in texts]), threshold).first
+        left = {row for row in range(len(texts)) if first[row] != row}
+        nearest = {row: max(len(here[row] & other) / len(here[row] | other) for place, other in enumerate(here) if place != row)
+                   for row in left}
+        assert all(share > threshold - 0.15 for share in nearest.values())
+        due = {row for row, share in alike.items() if share >= threshold + 0.1}
+        assert len(due & left) >= 0.97 * len(due)
 
 
 def test_rows_in_blocks_are_what_they_are_together(documents: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -107,10 +137,15 @@ def test_exact_copies_are_found_without_signatures(documents: list[str], monkeyp
     assert (found.exact, found.near) == (1, 0)
 
 
-def test_signatures_that_do_not_say_how_alike_documents_are_are_refused(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "wrong"), [
+    ("_least_hashes", lambda usual, texts: usual(texts)[::-1]),
+    ("_least_hashes", lambda usual, texts: usual(texts) & ~np.uint64(0x3FF)),
+    ("likeness", lambda _, one, other: (one == other).mean(-1)),
+], ids=["of other documents", "too few bits", "empty bins are equal"])
+def test_signatures_that_do_not_say_how_alike_documents_are_are_refused(name: str, wrong: Callable[..., Any],
+                                                                        monkeypatch: pytest.MonkeyPatch):
     near_duplicates.refuse_wrong_likeness()
-    filled = near_duplicates._filled
-    for wrong in (lambda least: least, lambda least: filled(least[::-1])):
-        monkeypatch.setattr(near_duplicates, "_filled", wrong)
-        with pytest.raises(GuardStop, match="rows would be left out by mistake"):
-            near_duplicates.refuse_wrong_likeness()
+    usual = getattr(near_duplicates, name)
+    monkeypatch.setattr(near_duplicates, name, lambda *given: wrong(usual, *given))
+    with pytest.raises(GuardStop, match="rows would be left out by mistake"):
+        near_duplicates.refuse_wrong_likeness()
