@@ -41,6 +41,7 @@ from assay.store import durable
 
 PREFERENCES = {"pairs": {"chosen", "rejected"}, "labelled": {"prompt", "completion", "label"}}  # layouts of dpo and kto, by what they need
 _LOOKED_AT = 3  # rows that are shown
+_COMPARED = 32  # rows left out that are compared again, and of each group before and after it
 
 
 def row_lines(name: str) -> Iterator[bytes]:
@@ -295,7 +296,16 @@ def deduplicate(names: Sequence[str], out: str, *, threshold: float | None, fiel
     digest = write_lines(out, (line for _, line in lines), int(kept.sum()))
     repeated = np.flatnonzero(~kept)
     return {"file": out, "sha256": digest, "rows": len(kept), "kept": int(kept.sum()), "exact": found.exact, "near": found.near,
-            "threshold": threshold, "pairs": [[int(row) + 1, int(found.first[row]) + 1] for row in repeated[:10]]}
+            "threshold": threshold, "pairs": [[int(row) + 1, int(found.first[row]) + 1] for row in repeated[:10]],
+            "compared": [repeats_of(found, row) for row in repeated[:: -(-len(repeated) // _COMPARED) or 1].tolist()]}
+
+
+def repeats_of(found: Duplicates, row: int) -> list[int]:
+    """Number of a row that was left out, and of some that it is alike: a recount compares them."""
+    group = np.flatnonzero(found.first == found.first[row])
+    place = int(np.searchsorted(group, row))
+    near = np.delete(group, place)[max(0, place - _COMPARED) : place + _COMPARED]
+    return [each + 1 for each in (row, *dict.fromkeys([int(found.first[row]), *near.tolist()]))]
 
 
 def lines_of_all(names: Sequence[str]) -> Iterator[PlacedLine]:

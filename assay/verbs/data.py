@@ -135,45 +135,61 @@ def required_out(flags: FLAGS) -> str:
 def mix_files(flags: FLAGS) -> int:
     from assay.data.mixture import weighted_sources
     from assay.data.row_files import mix_rows
+    from assay.guard.row_file_checks import check_mixed
 
     sources = weighted_sources((flags.file, *flags.more), "assay data mix")
     if sources[0].weight is None:
         raise UsageError("assay data mix: give every file a weight, as in a.jsonl:0.7 b.jsonl:0.3")
     found = mix_rows(sources, required_out(flags), rows=flags.n, epochs=flags.epochs, seed=flags.seed)
-    if flags.json:
-        print(json.dumps(found, indent=1))
-        return 0
-    print(f"{found['file']}: {found['rows']:,} rows, sha256 {found['sha256'][:12]}"
-          + (f"; it ends where {found['ran_out']} had been read {flags.epochs} time(s)" if found["ran_out"] else ""))
-    for name, source in found["sources"].items():
-        print(f"  {name}: {source['rows']:,} rows, {source['share']:.2%} (asked for {source['asked']:.2%}), "
-              f"read {source['times_read']:.2f} times")
-    return 0
+    words = [f"{found['file']}: {found['rows']:,} rows, sha256 {found['sha256'][:12]}"
+             + (f"; it ends where {found['ran_out']} had been read {flags.epochs} time(s)" if found["ran_out"] else "")]
+    words += [f"  {name}: {source['rows']:,} rows, {source['share']:.2%} (asked for {source['asked']:.2%}), "
+              f"read {source['times_read']:.2f} times" for name, source in found["sources"].items()]
+    return concluded(flags, found, words, [check_mixed(sources, found, rows=flags.n, epochs=flags.epochs)], [found["file"]])
 
 
 def split_file(flags: FLAGS) -> int:
     from assay.data.row_files import split_rows
+    from assay.guard.row_file_checks import check_split
 
     found = split_rows(flags.file, required_out(flags), held_out=flags.share, seed=flags.seed)
-    print(json.dumps(found, indent=1) if flags.json else
-          "\n".join(f"{found[side]['file']}: {found[side]['rows']:,} rows" for side in ("train", "held-out"))
-          + f"\n{found['copies']:,} rows are copies of others, and stand on the side of these; {found['near']:,} of the held-out rows are "
-          "near copies of rows to learn" + (": assay data dedup leaves these out" if found["near"] else ""))
-    return 0
+    files = [found[side]["file"] for side in ("train", "held-out")]
+    words = [f"{found[side]['file']}: {found[side]['rows']:,} rows" for side in ("train", "held-out")]
+    words.append(f"{found['copies']:,} rows are copies of others, and stand on the side of these; {found['near']:,} of the held-out rows "
+                 "are near copies of rows to learn" + (": assay data dedup leaves these out" if found["near"] else ""))
+    return concluded(flags, found, words, [check_split(flags.file, found, held_out=flags.share)], files)
 
 
 def deduplicate_files(flags: FLAGS) -> int:
     import os
 
     from assay.data.row_files import deduplicate
+    from assay.guard.row_file_checks import check_deduplicated
 
-    found = deduplicate((flags.file, *flags.more), required_out(flags), threshold=None if flags.how == "exact" else flags.threshold,
-                        field=flags.field, workers=flags.workers or os.cpu_count() or 1)
+    names, threshold = (flags.file, *flags.more), None if flags.how == "exact" else flags.threshold
+    found = deduplicate(names, required_out(flags), threshold=threshold, field=flags.field, workers=flags.workers or os.cpu_count() or 1)
     near = "" if flags.how == "exact" else f" and {found['near']:,} near copies (at least {flags.threshold:g} of five-word runs in common)"
-    print(json.dumps(found, indent=1) if flags.json else
-          f"{found['file']}: {found['kept']:,} of {found['rows']:,} rows; left out are {found['exact']:,} copies{near}"
-          + "".join(f"\n  row {row:,} repeats row {first:,}" for row, first in found["pairs"]))
-    return 0
+    words = [f"{found['file']}: {found['kept']:,} of {found['rows']:,} rows; left out are {found['exact']:,} copies{near}"]
+    words += [f"  row {row:,} repeats row {first:,}" for row, first in found["pairs"]]
+    return concluded(flags, found, words, [check_deduplicated(names, found, threshold=threshold, field=flags.field)], [found["file"]])
+
+
+def concluded(flags: FLAGS, found: dict[str, Any], words: list[str], counted: "list[Verdict]", files: list[str]) -> int:
+    """Print what was made and what a recount says of it. Files that it refutes get another name, which nobody takes for rows."""
+    from pathlib import Path
+
+    from assay.guard.row_file_checks import check_known_rows
+    from assay.verdict import Outcome, overall
+
+    verdicts = [check_known_rows(flags.action), *counted]
+    print(json.dumps(found | {"verdicts": [verdict.to_json() for verdict in verdicts]}, indent=1) if flags.json else
+          "\n".join([*words, *map(str, verdicts)]))
+    if overall(verdicts) is not Outcome.REFUTED:
+        return 0
+    for file in files:
+        Path(file).rename(f"{file}.refuted")
+    print(f"refuted; kept under another name: {', '.join(f'{file}.refuted' for file in files)}", file=sys.stderr)
+    return 3
 
 
 def write_gym_problems(flags: FLAGS) -> int:
