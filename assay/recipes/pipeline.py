@@ -150,9 +150,13 @@ def _run_stages(record: PipelineRecord, processes: "StageProcesses", say: Callab
 
 
 def run_stage(stage: Stage, record: PipelineRecord, processes: "StageProcesses", say: Callable[[str], None]) -> int:
-    """0 where it is done: now, or before and nothing has changed since."""
+    """0 where it is done: now, or before and nothing has changed since, or been found against what it made."""
     now, key = record.stages[stage.name], stage_key(stage)
-    if now.state == "done before" and now.key == key and now.made == digest_of_made(stage):
+    unchanged = now.state == "done before" and now.key == key and now.made == digest_of_made(stage)
+    against = quarantine_of(stage) if unchanged else None
+    if against is not None:
+        say(f"{stage.name}: run again: {against}")
+    elif unchanged:
         say(f"{stage.name}: unchanged, not run again")
         record.put(replace(now, state="done", ran_before=True, exit_code=0))
         return 0
@@ -183,7 +187,8 @@ def _left(stage: Stage, record: PipelineRecord) -> float | None:
 def make_room(stage: Stage, record: PipelineRecord, say: Callable[[str], None], *, same: bool) -> None:
     """Clear the stage's place: what lies there stays only where the same command resumes it."""
     for place in (Path(stage.out), record.plan.out / f"{stage.name}.json"):
-        if stage.verb == "fetch" or not os.path.lexists(place) or (same and stage.kind.goes_on):
+        ended = stage.kind.report is not None and (place / stage.kind.report).exists()  # and killed before that was noted
+        if stage.verb == "fetch" or not os.path.lexists(place) or (same and stage.kind.goes_on and not ended):
             continue
         durable.make_folder(record.plan.out / "earlier")
         names = (record.plan.out / "earlier" / f"{number}-{place.name}" for number in itertools.count(1))
@@ -212,6 +217,15 @@ def digest_of_made(stage: Stage) -> str | None:
     """Digest of what a stage wrote; None where nothing is there. What a run keeps for resuming is not counted."""
     place = (cached_model(stage.out) or Path(stage.out)) if stage.verb == "fetch" else Path(stage.out)
     return digest_of_path(place) if place.exists() else None
+
+
+def quarantine_of(stage: Stage) -> str | None:
+    """What was found against a stage's model since it was made; a digest of what it wrote leaves marks out."""
+    try:
+        marked = None if stage.model is None else open_checkpoint(cached_model(stage.model) or Path(stage.model), verify=False).quarantined
+    except AssayError:  # nothing that could hold a mark
+        return None
+    return None if marked is None else f"{stage.model} is quarantined: {'; '.join(one['reason'] for one in marked['verdicts'])}"
 
 
 def digest_of_path(path: Path) -> str:

@@ -45,6 +45,7 @@ class StageKind:
     models: tuple[str, ...] = ()  # options that name models
     model: str | None = None  # where in its folder the model lies that it hands over; "": the folder itself
     goes_on: bool = False  # the same command resumes in the folder that it left; others want none there
+    report: str | None = None  # the file that it writes last, once; where that is there, the same command does not go on
     prints: bool = False  # what it finds is the JSON that it prints, which is kept
     suffix: str = ""  # of what it writes
 
@@ -64,17 +65,19 @@ KINDS = {
     "grpo": _TRAINING,
     "merge": StageKind(("data",), ("models", "base"), ""),
     "prune": StageKind(("data",), ("model",), ""),
-    "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True),
-    "ttt": StageKind(("text",), ("path",), goes_on=True),
+    "edit": StageKind(("facts", "text"), ("path",), "model", goes_on=True, report="edits.json"),
+    "ttt": StageKind(("text",), ("path",), goes_on=True, report="ttt.json"),
     "eval": StageKind(("data", "trained_on", "suite"), ("path", "base", "against"), goes_on=True),
     "compare": StageKind(("results",), prints=True, suffix=".json"),
     "probe": StageKind(("prompts", "history"), ("artifact", "against", "base"), prints=True, suffix=".json"),
     "prove": StageKind((), ("path", "against", "base"), prints=True, suffix=".json"),
-    "export": StageKind((), ("path", "base"), "", prints=True),
+    "export": StageKind(("text",), ("path", "base"), "", prints=True),
     "publish": StageKind(("run", "evals"), ("path",), prints=True, suffix=".json"),
     "report": StageKind(("run", "against", "evals"), suffix=".html"),
 }
-_CODE = ("grader", "reward")  # options that may name FILE.py:FUNCTION
+_CODE = ("grader", "reward", "metric", "environment", "environment_options")  # options that may name files among other things
+_REWARD_MODEL = re.compile(r"model:([^\[\]:]*[^\[\]\d.:][^\[\]:]*)(?::[-+.\deE]+)?")
+_OPTION_PATH = re.compile(r"=([^,\[\]]+)")
 
 
 @dataclass(frozen=True)
@@ -313,20 +316,50 @@ def _resolved(value: Any, drafts: Mapping[str, _Draft], places: Mapping[str, dic
 def _read_by(draft: _Draft, resolved: Mapping[str, Any], drafts: Mapping[str, _Draft],
              places: Mapping[str, dict[str, str]]) -> Iterator[str]:
     """Every path and model that the options name: what the stage's result depends on besides the options themselves."""
-    from assay.data.mixture import weighted_source
-
+    yield from named_inputs(draft.verb, resolved)
     kind = KINDS[draft.verb]
-    for key, value in resolved.items():
-        texts = _texts(value)
-        if key in kind.files or key in kind.models:
-            weighted = key in ("data", "mix")
-            paths_in = (lambda text: [weighted_source(text).name]) if weighted else _PATHS_IN.get(draft.verb, lambda text: [text])
-            yield from (part for text in texts for part in paths_in(text))
-        elif key in _CODE:
-            yield from (text.partition(".py:")[0] + ".py" for text in texts if ".py:" in text)
-        else:
+    for key in resolved:
+        if key not in kind.files and key not in kind.models:
             yield from (_resolved(found[0], drafts, places, draft.where) for text in _texts(draft.said[key])
                         for found in REFERENCE.finditer(text))
+
+
+def named_inputs(verb: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Files, folders and models that a verb's options name, also those in a suite, a reward and an environment's options."""
+    from assay.data.mixture import weighted_source
+
+    kind = KINDS[verb]
+    for key, value in options.items():
+        texts = _texts(list(value) if isinstance(value, tuple) else value)
+        if key in kind.files or key in kind.models:
+            weighted = key in ("data", "mix")
+            paths_in = (lambda text: [weighted_source(text).name]) if weighted else _PATHS_IN.get(verb, lambda text: [text])
+            yield from (part for text in texts for part in paths_in(text))
+            yield from (part for text in texts if key == "suite" for part in _files_of_suite(Path(text)))
+        elif key in _CODE:
+            yield from (part for text in texts for part in _files_of_code(text))
+
+
+def _files_of_code(text: str) -> list[str]:
+    """Files of a reward, a grader or an environment: FILE.py:NAME, model:PATH:WEIGHT, NAME[file=PATH], or an option KEY=PATH."""
+    if ".py:" in text:
+        return [text.partition(".py:")[0] + ".py"]
+    if found := _REWARD_MODEL.fullmatch(text):
+        return [found[1]]
+    return [path for path in _OPTION_PATH.findall(text) if Path(path).exists()]
+
+
+def _files_of_suite(file: Path) -> Iterator[str]:
+    """Data, prompts and graders that a suite names; its data lie beside it."""
+    if not file.is_file():
+        return
+    found = parse_yaml(read_small_file(file, LARGEST_PLAN, UsageError), where=str(file), error=UsageError)
+    named = found if isinstance(found, dict) else {}
+    tasks, probes = named.get("tasks"), named.get("probes")
+    for part in [*(tasks.values() if isinstance(tasks, dict) else ()), probes]:
+        said = part if isinstance(part, dict) else {}
+        yield from (str(file.absolute().parent / said[key]) for key in ("data", "prompts") if isinstance(said.get(key), str))
+        yield from _files_of_code(str(said.get("grader", "")))
 
 
 def _paths_of_arm(text: str) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 from assay.cli import run as cli_run
 from assay.errors import UsageError
 from assay.recipes import pipeline
-from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline
+from assay.recipes.pipeline import StageProcesses, check_proven, digest_of_path, run_pipeline, stage_key
 from assay.recipes.pipeline_plan import KINDS, Gate, PipelinePlan, Stage, read_plan
 from assay.report.pipeline_page import (
     StageStory,
@@ -28,7 +28,7 @@ from assay.report.pipeline_page import (
     with_later_gate,
     write_pipeline_page,
 )
-from assay.store.checkpoint import quarantine_checkpoint, write_hallmark
+from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.ledger import Ledger
 from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs.demo.stages import empty_weights_of_another_tool
@@ -216,6 +216,65 @@ def test_a_stage_says_which_verdict_went_against_it(given, said):
     printed = {"verdicts": [verdict.to_json() for verdict in given]}
     assert pipeline._end_in_words(3, [], printed) == f"a verdict went against it: {said}"
     assert pipeline._end_in_words(0, [], {**printed, "outcome": "PROVEN"}) == "PROVEN", "what was not asked for stands in its log"
+
+
+@pytest.mark.parametrize(("verb", "options", "read"), [
+    ("grpo", "environment: 'mine.py:Env'", ["mine.py"]), ("grpo", "metric: 'mine.py:right'", ["mine.py"]),
+    ("grpo", "environment: search, environment-options: ['file=docs.jsonl', k=3]", ["docs.jsonl"]),
+    ("grpo", "reward: ['json_schema[file=docs.jsonl]:0.5', 'model:rm:1']", ["docs.jsonl", "rm"]),
+    ("eval", "grader: 'json_schema[file=docs.jsonl]', task: graded, path: rm", ["docs.jsonl"]),
+    ("eval", "suite: suite.yaml, against: rm, path: rm", ["suite.yaml", "docs.jsonl", "mine.py", "beginnings.txt"]),
+    ("export", "path: rm, to: gptq, text: docs.jsonl", ["docs.jsonl"])])
+def test_whatever_an_option_names_is_read_by_the_stage(verb, options, read, tmp_path, monkeypatch):
+    """What is in none of them may change, and the stage would stand as it was."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rm").mkdir()
+    for name in ("mine.py", "docs.jsonl", "beginnings.txt"):
+        (tmp_path / name).write_text("x\n")
+    (tmp_path / "suite.yaml").write_text("tasks: {a: {task: graded, data: docs.jsonl, grader: 'mine.py:right'}}\n"
+                                         "probes: {prompts: beginnings.txt}\n")
+    more = "model: rm, " if verb == "grpo" else ""
+    stage = plan(tmp_path, f"stages: {{{verb}: {{options: {{{more}{options}}}}}}}").stages[0]
+    assert {str(tmp_path / name) for name in read} <= {os.path.abspath(name) for name in stage.inputs}
+    before = stage_key(stage)
+    (tmp_path / read[-1] / "x" if read[-1] == "rm" else tmp_path / read[-1]).write_text("y\n")
+    assert stage_key(stage) != before
+
+
+def test_a_stage_whose_model_was_quarantined_since_is_run_again(tmp_path, monkeypatch):
+    def made(_, stage, log, **__):
+        save_model(Path(stage.model), tiny_model())
+        return pipeline.StageEnd(0, "done", 0.1)
+
+    monkeypatch.setattr(pipeline.StageProcesses, "run", made)
+    text, said = "stages: {tiny: {options: {what: sums}}}", list[str]()
+    assert run_pipeline(plan(tmp_path, text), said.append) == 0
+    assert run_pipeline(plan(tmp_path, text), said.append) == 0
+    assert said[-1] == "tiny: unchanged, not run again"
+    quarantine_checkpoint(open_checkpoint(tmp_path / "out" / "tiny" / "model"), [refuted("x", "it talks nonsense")])
+    assert run_pipeline(plan(tmp_path, text), said.append) == 0
+    assert next(line for line in said[-3:] if "it talks nonsense" in line).startswith("tiny: run again: ")
+    assert open_checkpoint(tmp_path / "out" / "tiny" / "model").quarantined is None
+
+
+def test_a_stage_that_ended_and_was_not_noted_makes_room_for_itself(tmp_path, monkeypatch):
+    """An edit refuses to go on in the folder of one that ended."""
+    def made(_, stage, log, **__):
+        assert not Path(stage.out).exists()
+        save_model(Path(stage.model), tiny_model())
+        (Path(stage.out) / "edits.json").write_text("{}")
+        if not (tmp_path / "out" / "earlier").exists():
+            raise KeyboardInterrupt
+        return pipeline.StageEnd(0, "done", 0.1)
+
+    monkeypatch.setattr(pipeline.StageProcesses, "run", made)
+    for name in ("facts", "text", "parent"):
+        (tmp_path / name).write_text("x")
+    text = f"stages: {{edit: {{options: {{path: {tmp_path}/parent, facts: {tmp_path}/facts, text: {tmp_path}/text}}}}}}"
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(plan(tmp_path, text), lambda _: None)
+    assert run_pipeline(plan(tmp_path, text), lambda _: None) == 0
+    assert (tmp_path / "out" / "earlier" / "1-edit" / "edits.json").exists()
 
 
 def test_a_pipeline_that_was_killed_goes_on_where_it_stopped(tmp_path):
