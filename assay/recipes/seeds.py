@@ -15,18 +15,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from assay.errors import GuardStop, UsageError
+from assay.errors import ArtifactError, GuardStop, UsageError
 from assay.recipes.child_runs import pass_on_output, signals_handled
+from assay.recipes.pipeline import digest_of_path
 from assay.recipes.run import plain
 from assay.statistics.estimate import Estimate
 from assay.statistics.seed_stability import NOISE_OF_A_LOSS, Curves, SeedsVerdict, collapse_bound, stability
 from assay.store import durable
+from assay.store.checkpoint import MANIFEST, open_checkpoint
 from assay.store.ledger import Event, Ledger
+from assay.store.model_cache import cached_model
 from assay.strict_json import read_json, read_json_lines
 from assay.verdict import Verdict, overall, proven, refuted
 
@@ -68,6 +71,7 @@ class Plan:
     seeds: tuple[int, ...]
     out: str
     device: str | None
+    inputs: tuple[str, ...] = ()  # files, folders and models that the options name
 
     def folder(self, seed: int) -> Path:
         return Path(self.out) / f"seed-{seed}"
@@ -82,6 +86,7 @@ class Ending:
 
     exit_code: int  # negative: the signal that killed it
     sentence: str
+    ledger: str | None = None  # sha256 of the run's ledger as it was then: whatever was done there since is another run's
 
     @property
     def last(self) -> bool:
@@ -107,8 +112,10 @@ def run_seeds(plan: Plan, say: Callable[[str], None]) -> Found:
         run_all(plan, due, processes, record)
     if processes.interrupted is not None:
         return Found([], record.document, processes.interrupted)
+    record.require_same_inputs()
     scores = {seed: final_score(plan.folder(seed)) for seed in plan.seeds}
-    verdicts, summary = judged({seed: record.endings[seed] for seed in plan.seeds}, scores, curves(plan), MEASURES[plan.recipe])
+    endings = {seed: as_it_stands(record.endings[seed], plan.folder(seed)) for seed in plan.seeds}
+    verdicts, summary = judged(endings, scores, curves(plan), MEASURES[plan.recipe])
     record.write(summary)
     return Found(verdicts, record.document)
 
@@ -127,6 +134,7 @@ def run_all(plan: Plan, due: list[int], processes: "Processes", record: "Record"
             return
         place, ending = free.get(), None
         try:
+            record.require_same_inputs()
             ending = processes.run(seed, plan.command(seed), place, Path(plan.out) / f"seed-{seed}.log")
         finally:
             if ending is None:
@@ -154,6 +162,21 @@ def judged(endings: dict[int, Ending], scores: dict[int, Estimate | None], curve
         "scores": {seed: None if score is None else asdict(score) for seed, score in scores.items()},
         "outcome": str(overall(verdicts)), "verdicts": [verdict.to_json() for verdict in verdicts]}
     return verdicts, summary
+
+
+def as_it_stands(ending: Ending, folder: Path) -> Ending:
+    """How a seed's run ended, and against a proven one what was found since against its model: a verdict that went against it."""
+    for where in (folder / "adapter", folder / "model"):
+        if ending.exit_code or not (where / MANIFEST).is_file():
+            continue
+        try:
+            marked = open_checkpoint(where, verify=False).quarantined
+            against = None if marked is None else f"{where} is quarantined: {'; '.join(one['reason'] for one in marked['verdicts'])}"
+        except ArtifactError as error:
+            against = str(error)
+        if against is not None:
+            return replace(ending, exit_code=3, sentence=f"{LAST[3]}: {against}")
+    return ending
 
 
 def check_runs(endings: dict[int, Ending]) -> Verdict:
@@ -266,19 +289,26 @@ class Record:
 
     def __init__(self, plan: Plan):
         self.plan, self.path, self.endings = plan, Path(plan.out) / "seeds.json", dict[int, Ending]()
-        metric = MEASURES[plan.recipe].metric
-        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "metric": metric, "seeds": {}}
+        metric, self.inputs = MEASURES[plan.recipe].metric, inputs_now(plan)
+        self.document: dict[str, Any] = {"recipe": plan.recipe, "options": list(plan.options), "inputs": self.inputs, "metric": metric,
+                                         "seeds": {}}
         durable.make_folder(self.path.parent)
         self._one_at_a_time = threading.Lock()
         if self.path.exists():
             self._recall()
 
     def finished(self, seed: int) -> bool:
-        return seed in self.endings and self.endings[seed].last and (self.plan.folder(seed) / "ledger.jsonl").exists()
+        ledger, ending = self.plan.folder(seed) / "ledger.jsonl", self.endings.get(seed)
+        return ending is not None and ending.last and ledger.exists() and ending.ledger == durable.hash_file(ledger)
+
+    def require_same_inputs(self) -> None:
+        """Seeds of one recipe read the same: what changed meanwhile would count as a difference between seeds."""
+        refuse_other_inputs(self.inputs, inputs_now(self.plan), self.path)
 
     def ended(self, seed: int, ending: Ending) -> None:
+        ledger = self.plan.folder(seed) / "ledger.jsonl"
         with self._one_at_a_time:
-            self.endings[seed] = ending
+            self.endings[seed] = replace(ending, ledger=durable.hash_file(ledger) if ledger.exists() else None)
             self.write({})
 
     def write(self, summary: dict[str, Any]) -> None:
@@ -287,13 +317,27 @@ class Record:
         durable.replace_file(self.path, (json.dumps(self.document, indent=1, allow_nan=False) + "\n").encode())
 
     def _recall(self) -> None:
-        earlier = read_json(self.path, {"recipe": str, "options": list, "seeds": {str: {"exit_code": int, "sentence": str}}})
+        earlier = read_json(self.path, {"recipe": str, "options": list, "inputs": {str: str},
+                                        "seeds": {str: {"exit_code": int, "sentence": str, "ledger": (str, None)}}})
         for name, now in (("recipe", self.plan.recipe), ("options", list(self.plan.options))):
             if earlier[name] != now:
                 raise UsageError(f"{self.path} is of another set: {name} was {earlier[name]}, now {now}; give the same, or another "
                                  "--out")
+        refuse_other_inputs(earlier["inputs"], self.inputs, self.path)
         for seed, ending in earlier["seeds"].items():
-            self.endings[int(seed)] = Ending(ending["exit_code"], ending["sentence"])
+            self.endings[int(seed)] = Ending(ending["exit_code"], ending["sentence"], ending["ledger"])
+
+
+def inputs_now(plan: Plan) -> dict[str, str]:
+    """sha256 of everything that the options name, where it lies on this machine."""
+    places = {text: cached_model(text) or Path(text) for text in plan.inputs}
+    return {text: digest_of_path(place) for text, place in places.items() if place.exists()}
+
+
+def refuse_other_inputs(earlier: Mapping[str, str], now: Mapping[str, str], path: Path) -> None:
+    if changed := sorted(name for name in {**earlier, **now} if earlier.get(name) != now.get(name)):
+        raise UsageError(f"{path} is of another set: {', '.join(changed)} changed since its seeds began; give back what they read, or "
+                         "another --out")
 
 
 def _number(ending: Ending, score: Estimate | None) -> float:

@@ -1,7 +1,8 @@
 """assay seeds: run a recipe once per seed, with one verdict on all of them."""
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,6 +77,7 @@ def plans_by_value(flags: FLAGS) -> dict[str, FLAGS]:
 
 def checked_plan(flags: FLAGS) -> "Plan":
     """The recipe reads its options here and now: a mistake is found before the first seed is paid for."""
+    from assay.recipes.pipeline_plan import named_inputs
     from assay.recipes.seeds import Plan
     from assay.store.durable import require_outside_checkpoints
 
@@ -87,4 +89,14 @@ def checked_plan(flags: FLAGS) -> "Plan":
         raise UsageError(f"{taken[0]}: each seed of --seeds is given to the recipe; leave it out")
     argv = [*flags.options, "--seed", str(flags.seeds[0]), "--out", flags.out]
     config = parse(RECIPES[flags.recipe], argv, prog=f"assay {flags.recipe}", config_file=True)
-    return Plan(flags.recipe, flags.options, flags.seeds, flags.out, config.device)
+    named = [] if (file := _config_file(flags.options)) is None else [file]
+    inputs = dict.fromkeys([*named, *named_inputs(flags.recipe, asdict(config))])
+    return Plan(flags.recipe, flags.options, flags.seeds, flags.out, config.device, tuple(inputs))
+
+
+def _config_file(options: Sequence[str]) -> str | None:
+    """The file of --config, whose options are the set's too."""
+    for word, after in zip(options, (*options[1:], ""), strict=True):
+        if word.partition("=")[0] == "--config":
+            return word.partition("=")[2] or after
+    return None

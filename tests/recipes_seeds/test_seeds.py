@@ -21,9 +21,11 @@ from assay.errors import StoreError, UsageError
 from assay.recipes import seeds
 from assay.recipes.seeds import Ending, Plan, ending_in_words, final_score, judged, run_seeds
 from assay.statistics.estimate import Estimate
+from assay.store.checkpoint import quarantine_checkpoint
 from assay.store.ledger import Ledger
+from assay.testing.tiny_models import save_model, tiny_model
 from assay.verbs.seeds import FLAGS, RECIPES, checked_plan
-from assay.verdict import Outcome, overall
+from assay.verdict import Outcome, overall, refuted
 
 RECIPE = Path(__file__).with_name("stand_in.py")
 
@@ -165,6 +167,60 @@ def test_other_options_are_another_set(tmp_path):
     run_seeds(plan(tmp_path), quiet)
     with pytest.raises(UsageError, match=r"another set: options was \[\], now \['crash=1'\]"):
         run_seeds(plan(tmp_path, "crash=1"), quiet)
+
+
+def test_seeds_of_other_data_are_another_set(tmp_path):
+    data, said = tmp_path / "data.jsonl", []
+    data.write_text("1\n")
+    asked = replace(plan(tmp_path / "out"), inputs=(str(data),))
+    assert overall(run_seeds(asked, quiet).verdicts) is Outcome.PROVEN
+    assert overall(run_seeds(asked, said.append).verdicts) is Outcome.PROVEN, "a clean twin"
+    data.write_text("2\n")
+    with pytest.raises(UsageError, match=r"data.jsonl changed since its seeds began"):
+        run_seeds(replace(asked, seeds=(1, 2, 3, 4)), quiet)
+    assert sittings(tmp_path / "out", 4) == 0
+
+
+def test_data_that_change_between_two_seeds_end_the_set(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("1\n")
+
+    def meddle(line):
+        if line.startswith("seed 2: begins"):
+            data.write_text("2\n")
+
+    with pytest.raises(UsageError, match=r"data.jsonl changed since its seeds began"):
+        run_seeds(replace(plan(tmp_path / "out", of=(1, 2)), inputs=(str(data),)), meddle)
+
+
+def test_whatever_the_options_name_is_an_input_of_the_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: base\n")
+    flags = parse(FLAGS, ["sft", "--config", "run.yaml", "--data", "a.jsonl", "b.jsonl", "--seeds", "1", "2", "--out", "out"],
+                  prog="assay seeds")
+    assert set(checked_plan(flags).inputs) == {"run.yaml", "a.jsonl", "b.jsonl", "base"}
+
+
+def test_a_seed_whose_model_was_quarantined_since_refutes_the_set(tmp_path):
+    run_seeds(plan(tmp_path), quiet)
+    checkpoint = save_model(tmp_path / "seed-2" / "model", tiny_model())
+    assert overall(run_seeds(plan(tmp_path), quiet).verdicts) is Outcome.PROVEN
+    quarantine_checkpoint(checkpoint, [refuted("generations", "it talks nonsense")])
+    found = run_seeds(plan(tmp_path), quiet)
+    assert found.verdicts[0].outcome is Outcome.REFUTED
+    assert "2 of 3 seeds ran to their end and were proven; seed 2: a verdict went against it" in found.verdicts[0].reason
+    assert "it talks nonsense" in found.verdicts[0].reason
+
+
+def test_a_seed_whose_run_went_on_elsewhere_is_run_again(tmp_path):
+    """Its score would be that of another run."""
+    run_seeds(plan(tmp_path), quiet)
+    again = Ledger(tmp_path / "seed-2" / "ledger.jsonl")
+    again.append("hand over", score={"mean": 0.1, "low": 0.1, "high": 0.1, "n": 9, "level": 0.95})
+    again.close()
+    found = run_seeds(plan(tmp_path), quiet)
+    assert [sittings(tmp_path, seed) for seed in (1, 2, 3)] == [1, 2, 1]
+    assert found.document["scores"]["2"]["mean"] == 1.202
 
 
 def test_a_request_that_makes_no_sense_ends_the_set_at_its_first_seed(tmp_path):
