@@ -22,12 +22,14 @@ from assay.errors import DataError, UsageError
 from assay.statistics.estimate import majority, pass_at_k
 from assay.store.durable import hash_file
 from assay.strict_json import NATURAL, read_json, require_shape
+from assay.verdict import Outcome
 
 LOWER_IS_BETTER = ("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "malformed", "cap")
 Samples = tuple[float, ...]
 SAME_ON_BOTH: tuple[str, ...] = ("task", "dataset", "prompts", "grader")  # in eval.json: must be the same on both sides
 MAY_DIFFER: tuple[str, ...] = ("k", "raw", "stop", "dtype")  # may differ, and is then said
-_EVAL_FACTS = {"checkpoint?": str, "examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None)}
+_EVAL_FACTS = {"checkpoint?": str, "examples?": NATURAL, "sampling?": dict, "scores_sha256?": (str, None),
+               "verdicts?": [{"check": str, "outcome": str, "reason": str}]}
 _SAMPLE = {"score": object, "answer?": (str, float, bool, None), "ended?": str, "ids?": list, "measures?": {str: (float, bool)}}
 _EVAL_ROWS = {  # by what a row of its kind of task holds
     "samples": {"id": str, "unit?": (str, None), "samples": [_SAMPLE]}, "scores": {"id": str, "unit?": (str, None), "scores": dict},
@@ -48,6 +50,7 @@ class ScoredRun:
     scores: Mapping[str, Samples]
     weights: str = ""  # digest of the weights that were scored, where it is known
     source: str = ""  # digest of the scores as Assay wrote them: the same is one result twice
+    against: tuple[str, ...] = ()  # what refuted the evaluation itself: then its scores are not what they say
 
     @property
     def score(self) -> float:
@@ -267,7 +270,8 @@ def read_eval(folder: Path, metric: str | None, lower_is_better: bool | None) ->
     data = {key: facts[key] for key in SAME_ON_BOTH if key in facts}
     how = {key: facts[key] for key in MAY_DIFFER if key in facts} | {
         key: value for key, value in facts.get("sampling", {}).items() if key != "seed"}
-    run = ScoredRun(folder.name, scores, facts.get("checkpoint", ""), hash_file(folder / "scores.jsonl"))
+    against = tuple(f"{one['check']}: {one['reason']}" for one in facts.get("verdicts", []) if one["outcome"] == Outcome.REFUTED)
+    run = ScoredRun(folder.name, scores, facts.get("checkpoint", ""), hash_file(folder / "scores.jsonl"), against)
     return Arm(folder.name, chosen, (run,), is_lower_better(chosen, lower_is_better), data=data | {"how": how})
 
 

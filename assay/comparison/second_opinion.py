@@ -36,6 +36,14 @@ def check_comparisons(arms: Sequence[Arm], found: Sequence[Comparison], level: f
     return proven("second opinion", f"{len(found)} comparisons are what a t-test of the same scores says, as far as one can")
 
 
+def check_evaluations(arms: Sequence[Arm]) -> Verdict:
+    """Check that no evaluation that is compared was refuted itself, for a leak for one: its scores say nothing of a model."""
+    wrong = [f"{arm.name}: {why}" for arm in arms for run in arm.runs for why in run.against]
+    if wrong:
+        return refuted("evaluations", f"nothing follows from scores that were refuted: {'; '.join(wrong)}", wrong=wrong)
+    return proven("evaluations", f"no verdict went against the evaluations of {len(arms)} arms")
+
+
 def _impossible(one: Comparison, level: float) -> list[str]:
     outside = not one.effect.contains(0)
     return [sentence for sentence, so in (

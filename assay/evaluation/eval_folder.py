@@ -56,6 +56,10 @@ class EvalFolder:
         text = json.dumps({**self.request, **summary, "scores_sha256": digest}, indent=1, ensure_ascii=False)
         durable.replace_file(self.folder / SUMMARY, text.encode() + b"\n")
 
+    def withdraw(self) -> None:
+        """Take back what the scores were said to come to."""
+        durable.remove_file(self.folder / SUMMARY)
+
     def close(self) -> None:
         self.file.close()
 

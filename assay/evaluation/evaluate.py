@@ -107,7 +107,10 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
         results.finish({"path": str(loaded.artifact.path), **found.to_json(), "disagreements_listed": found.disagreements[:_LISTED],
                         "code": code_digest(), "environment": environment()})
         due = {"task": task.name, "examples": len(task.examples), "checkpoint": loaded.identity}
-        stop_if_unsound([recount.check_read_back(folder, rows, figures, due | ({"k": k} if isinstance(task, GenerationTask) else {}))])
+        read_back = recount.check_read_back(folder, rows, figures, due | ({"k": k} if isinstance(task, GenerationTask) else {}))
+        if read_back.outcome is Outcome.REFUTED:
+            results.withdraw()
+        stop_if_unsound([read_back])
     finally:
         results.close()
     return found

@@ -63,7 +63,7 @@ EXAMPLES = """  assay compare evals/before evals/after
 
 def run(flags: FLAGS) -> int:
     from assay.comparison.pairwise import arm_summary, compare
-    from assay.comparison.second_opinion import check_comparisons, check_summaries
+    from assay.comparison.second_opinion import check_comparisons, check_evaluations, check_summaries
     from assay.comparison.trend import trend
     from assay.statistics.known_answers import check_statistics
 
@@ -73,7 +73,7 @@ def run(flags: FLAGS) -> int:
     found = [] if alone else compare(arms, level=flags.level)
     summaries = [(arm, arm_summary(arm)) for arm in arms]
     claims = check_claims(flags, arms, series)
-    opinions = [check_statistics(of_counts=True), check_summaries(summaries, told=flags.lower_is_better),
+    opinions = [check_statistics(of_counts=True), check_evaluations(arms), check_summaries(summaries, told=flags.lower_is_better),
                 *([check_comparisons(arms, found, flags.level)] if found else [])]
     good = satisfied(flags.require, found) and all(verdict.outcome is Outcome.PROVEN for verdict in (*claims, *opinions))
     told = [comparison_text(one, flags.per_completion) for one in found] + [one.sentence for one in trends]

@@ -12,6 +12,7 @@ from assay.comparison.trend import trend
 from assay.config import parse
 from assay.errors import DataError, UsageError
 from assay.verbs import compare as verb
+from assay.verdict import proven, refuted
 
 
 def arm(name, *runs, metric="accuracy", **rest):
@@ -152,6 +153,17 @@ def eval_folder(path, scores, **facts):
     (path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "eval.json").write_text(json.dumps({"task": "t", "dataset": "d", "examples": len(rows), **facts}))
     return path
+
+
+def test_nothing_follows_from_an_evaluation_that_was_refuted(tmp_path, capsys):
+    leak = [refuted("leak", "12 of 12 documents stand whole in training").to_json(), proven("every example", "all").to_json()]
+    before, after = (eval_folder(tmp_path / name, [[score]] * 12, verdicts=verdicts) for name, score, verdicts in (
+        ("a", 0, leak[1:]), ("b", 1, leak)))
+    assert run(str(before), str(after), "--require", "better") == 3
+    assert "b: leak: 12 of 12 documents stand whole in training" in capsys.readouterr().out
+    clean = eval_folder(tmp_path / "c", [[1]] * 12, verdicts=leak[1:])
+    assert run(str(before), str(clean), "--require", "better") == 0
+    assert run(str(before), f"new={clean},{after}", "--require", "better") == 3
 
 
 def test_eval_folders_are_paired_by_id(tmp_path, capsys):

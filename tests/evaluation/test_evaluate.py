@@ -26,7 +26,7 @@ from assay.store import durable
 from assay.store.artifact import open_artifact
 from assay.testing.tiny_models import nudge, tiny_model
 from assay.verbs import eval as verb
-from assay.verdict import Outcome
+from assay.verdict import Outcome, refuted
 from tests.evaluation.eval_fixtures import FACT, PROBLEMS, QUESTION, opened, saved, write_rows
 
 WARM = Sampling(max_new=6, temperature=1.0)
@@ -126,6 +126,17 @@ def test_another_grader_in_the_same_folder_or_a_comparison_is_refused(checkpoint
         compare([read_eval(tmp_path / name, None, None) for name in ("out", "other")])
     mine.write_text(usual)
     evaluate(opened(checkpoint), open_task(TaskRequest("graded", data, grader=f"{mine}:grade")), tmp_path / "out", sampling=WARM)
+
+
+def test_figures_that_are_not_what_was_written_are_withdrawn(model, problems, tmp_path, monkeypatch):
+    """They lay there as before, and a comparison took them."""
+    monkeypatch.setattr(module.recount, "check_read_back", lambda *_: refuted("read back", "another file"))
+    with pytest.raises(Unsound, match="another file"):
+        evaluate(model, problems, tmp_path / "out", sampling=WARM)
+    assert not (tmp_path / "out" / "eval.json").exists()
+    monkeypatch.undo()
+    evaluate(model, problems, tmp_path / "out", sampling=WARM)
+    assert (tmp_path / "out" / "eval.json").exists()
 
 
 def test_two_writers_and_foreign_folders_are_refused(tmp_path):
