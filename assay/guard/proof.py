@@ -191,6 +191,13 @@ def hallmark_or_quarantine(checkpoint: Checkpoint, verdicts: list[Verdict]) -> N
         quarantine_checkpoint(checkpoint, verdicts)
 
 
+def mark_judged(where: Path, proof: Sequence[Verdict], judged: Sequence[Verdict]) -> None:
+    """Give a model that was made in one go its hallmark for what its proof found, once everything else was `judged`: whoever finds it
+    after a kill must not take it for one that holds. What was refuted is quarantined."""
+    against = [verdict for verdict in judged if verdict.outcome is Outcome.REFUTED and verdict not in proof]
+    hallmark_or_quarantine(open_checkpoint(where), [*proof, *against])
+
+
 def stored_bytes(model: Path) -> int:
     """Bytes of a folder's weight files, without an optimizer's; 0 where it is no folder."""
     files = list(model.glob("*.safetensors")) if model.is_dir() else []

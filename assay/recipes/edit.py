@@ -49,7 +49,7 @@ from assay.evaluation.edit_evaluation import (
 from assay.evaluation.edit_recount import check_edit_figures, check_replies
 from assay.evaluation.loaded_model import LoadedModel
 from assay.guard.behaviour_checks import greedy_completions
-from assay.guard.proof import ProofRequest, hallmark_or_quarantine, prove
+from assay.guard.proof import ProofRequest, mark_judged, prove
 from assay.guard.proof_subject import DEFAULT_SAMPLING, ProofSampling
 from assay.guard.training_guards import stop_if_refuted
 from assay.health.edit_drift import EditDrift, check_edit_drift, probe_edit
@@ -63,12 +63,11 @@ from assay.recipes.run import Run, plain, print_line
 from assay.statistics.known_answers import check_statistics
 from assay.store import checkpoint, durable
 from assay.store.artifact import Artifact, assemble_model, build_model, open_artifact, refuse_quarantined
-from assay.store.checkpoint import open_checkpoint
 from assay.store.export_artifact import EXPORT_DTYPES, majority_dtype
 from assay.store.ledger import Event
 from assay.store.saving import Ancestor, Lineage, model_contents
 from assay.tracing.plots import draw_causal_trace
-from assay.verdict import Outcome, Verdict, proven, refuted
+from assay.verdict import Verdict, proven, refuted
 
 EDIT_REPORT = "edits.json"
 _AT_ONCE = {"cpu": 64}  # facts that are asked together while looking for known ones; elsewhere MANY
@@ -134,7 +133,7 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
                      check_replies(read_back, tokenizer, after, scored, source.stops.stop_ids, "after"),
                      check_edit_figures(facts, before, after, scores)]
         found = scores | ({} if texts_beside is None else texts_beside.estimates())
-        mark_edited(where, proof, verdicts)
+        mark_judged(where, proof, verdicts)
         outcome = EditOutcome(run.folder, verdicts, model=where, results=found, failed=edit_failures(facts, edited, after), refused=refused,
                               layers=layers, sizes=sizes, seconds=watch.seconds)
         write_edit_report(run, outcome, facts, edited, before, after, texts_beside)
@@ -143,8 +142,8 @@ def edit_opened(config: Edit, source: Artifact, model: Transformer, text: tuple[
 
 
 def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, probing: ProofSampling = DEFAULT_SAMPLING) -> list[Verdict]:
-    """Write the parent's tensors with the patch applied as a checkpoint at `where`, and prove it in a fresh process. It has no hallmark
-    before it is measured: whoever finds it after a kill must not take it for an edit that holds."""
+    """Write the parent's tensors with the patch applied as a checkpoint at `where`, and prove it in a fresh process. It gets
+    its hallmark when it was measured too."""
     changed = patched_tensors(source.tensors, patch, source.digest)
     dtype = EXPORT_DTYPES[majority_dtype(source.tensors)]
     model = assemble_model(source.config, source.tensors | changed, torch.float32)
@@ -152,12 +151,6 @@ def apply_patch(source: Artifact, patch: Patch, where: Path, *, taught: bool, pr
                       taught_to_stop=taught)
     checkpoint.write_checkpoint(where, model_contents(model, source.tokenizer, source.stops, lineage, dtype=dtype))
     return prove(ProofRequest(str(where), str(source.path), expect="moved", probing=probing))
-
-
-def mark_edited(where: Path, proof: Sequence[Verdict], judged: Sequence[Verdict]) -> None:
-    """Give the edited model its hallmark for what its proof found, unless the edit was refuted: then it is quarantined."""
-    against = [verdict for verdict in judged if verdict.outcome is Outcome.REFUTED and verdict not in proof]
-    hallmark_or_quarantine(open_checkpoint(where), [*proof, *against])
 
 
 def open_editable(config: Edit) -> Artifact:

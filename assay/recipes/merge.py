@@ -22,7 +22,7 @@ from assay.guard.merge_checks import (
     check_same_shape,
     influence_by_text,
 )
-from assay.guard.proof import prove_checkpoint
+from assay.guard.proof import ProofRequest, mark_judged, prove
 from assay.guard.proof_subject import ProofSampling
 from assay.model.merging import WITH_BASE, Merge, merged_models
 from assay.model.placement import default_device, place_for_inference, require_device
@@ -33,7 +33,7 @@ from assay.recipes.merge_options import MeasuredWriting, MergeModels, PruneLayer
 from assay.recipes.run import print_line
 from assay.recipes.teachers import with_layers
 from assay.store.artifact import Artifact, assemble_model, build_model, merged_tensors, open_artifact, refuse_quarantined
-from assay.store.checkpoint import open_checkpoint, quarantine_checkpoint, write_checkpoint
+from assay.store.checkpoint import write_checkpoint
 from assay.store.saving import Lineage, model_contents
 from assay.verdict import Outcome, Verdict, proven, unproven
 
@@ -59,11 +59,12 @@ def merge(config: MergeModels, say: Callable[[str], None] = print_line) -> RunOu
                        "parents": [{"weights": parent.digest, "path": str(parent.path.resolve()), "weight": weight}
                                    for parent, weight in zip(parents, asked.weights, strict=True)]}}
     tensors = merged_models(asked, models, ground)
-    verdicts += write_made(Path(config.out), parents[0], assemble_model(parents[0].config, tensors, torch.float32), made)
+    proof = write_made(Path(config.out), parents[0], assemble_model(parents[0].config, tensors, torch.float32), made)
+    verdicts += proof
     verdicts.append(check_merged_bytes(open_artifact(config.out).tensors, asked, models, ground))
     say(f"{config.out}: {asked.method} of {', '.join(f'{path} × {weight:g}' for path, weight in zip(paths, asked.weights, strict=True))}")
     names = {("base " if parent is base else "") + str(parent.path): parent for parent in every}
-    return made_outcome(config, [*verdicts, *measured_effect(config, batches, names, say)])
+    return made_outcome(config, proof, [*verdicts, *measured_effect(config, batches, names, say)])
 
 
 def prune(config: PruneLayers, say: Callable[[str], None] = print_line) -> RunOutcome:
@@ -79,12 +80,12 @@ def prune(config: PruneLayers, say: Callable[[str], None] = print_line) -> RunOu
                          "them, each once, and one at least to stay")
     geometry, tensors = with_layers(source.config, whole_tensors(source), kept)
     made = {"made_of": {"weights": source.digest, "path": str(source.path.resolve()), "layers": kept}}
-    verdicts = write_made(Path(config.out), source, assemble_model(geometry, tensors, torch.float32), made)
+    proof = write_made(Path(config.out), source, assemble_model(geometry, tensors, torch.float32), made)
     influence = influence_by_text(build_model(source, None).eval(), (batches or [])[:INFLUENCE_BATCHES]) if config.layers else None
-    verdicts += [check_kept_layers(open_artifact(config.out).tensors, whole_tensors(source), kept),
-                 check_dropped_layers(kept, source.config.depth, config.drop, config.layers, influence)]
+    verdicts = [*proof, check_kept_layers(open_artifact(config.out).tensors, whole_tensors(source), kept),
+                check_dropped_layers(kept, source.config.depth, config.drop, config.layers, influence)]
     say(f"{config.out}: {source.path} without layers {', '.join(map(str, dropped))}")
-    return made_outcome(config, [*verdicts, *measured_effect(config, batches, {str(source.path): source}, say, bound=False)])
+    return made_outcome(config, proof, [*verdicts, *measured_effect(config, batches, {str(source.path): source}, say, bound=False)])
 
 # ---------------------------------------------------------------- what is asked for
 
@@ -123,14 +124,13 @@ def require_new_folder(where: Path) -> None:
 def write_made(where: Path, source: Artifact, model: Transformer, made: Mapping[str, Any]) -> list[Verdict]:
     """A checkpoint that says what it was made of, and what a fresh process says of it."""
     write_checkpoint(where, model_contents(model.eval(), source.tokenizer, source.stops, Lineage("new"), run_config=dict(made)))
-    return prove_checkpoint(where, probing=ProofSampling(samples=0))
+    return prove(ProofRequest(str(where), probing=ProofSampling(samples=0)))
 
 
-def made_outcome(config: MeasuredWriting, verdicts: list[Verdict]) -> RunOutcome:
-    """The bytes were proven by themselves: where a verdict on what they should be goes against them, their hallmark is taken back."""
-    where, against = Path(config.out), [verdict for verdict in verdicts if verdict.outcome is Outcome.REFUTED]
-    if against:
-        quarantine_checkpoint(open_checkpoint(where), against)
+def made_outcome(config: MeasuredWriting, proof: Sequence[Verdict], verdicts: list[Verdict]) -> RunOutcome:
+    """The bytes were proven by themselves: they have no hallmark where a verdict on what they should be goes against them."""
+    where = Path(config.out)
+    mark_judged(where, proof, verdicts)
     return RunOutcome(where, verdicts, model=where)
 
 

@@ -20,10 +20,10 @@ from assay.recipes.merge_options import MergeModels, PruneLayers
 from assay.recipes.teachers import with_layers
 from assay.statistics.estimate import mean
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import open_checkpoint, write_hallmark
+from assay.store.checkpoint import open_checkpoint
 from assay.testing.fault_injection import swap
 from assay.testing.tiny_models import save_model, tiny_model
-from assay.verdict import Outcome, Verdict, proven
+from assay.verdict import Outcome, proven
 
 METHODS = [Merge("linear", (0.7, 0.3)), Merge("slerp", (0.4, 0.6)), Merge("task", (1.0, 0.5)), Merge("ties", (1.0, 1.0), density=0.3),
            Merge("dare", (0.5, 0.5), density=0.25)]
@@ -49,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave saves unproven: what a fresh process says is the matter of tests/guard/test_proof.py."""
-    monkeypatch.setattr(merge, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+    monkeypatch.setattr(merge, "prove", lambda _: [proven("whole", "not looked at")])
 
 
 def options(home: Path, out: Path, *models: str, **changed: Any) -> MergeModels:
@@ -100,12 +100,6 @@ def test_a_merge_is_written_with_its_parents_and_its_effect_is_measured(home: Pa
 
 
 def test_what_was_made_otherwise_than_asked_keeps_no_hallmark(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def proven_by_itself(folder: Path, **_: Any) -> list[Verdict]:
-        found = [proven("whole", "not looked at")]
-        write_hallmark(open_checkpoint(folder), found)
-        return found
-
-    monkeypatch.setattr(merge, "prove_checkpoint", proven_by_itself)
     monkeypatch.setattr(merge, "merged_models", lambda asked, models, base: models[0])
     monkeypatch.setattr(merge, "with_layers", lambda config, tensors, kept: with_layers(config, tensors, [0]))
     ways = {"merged": lambda out: merge.merge(options(home, out), lambda _: None),
@@ -116,6 +110,22 @@ def test_what_was_made_otherwise_than_asked_keeps_no_hallmark(home: Path, tmp_pa
         assert [verdict.check for verdict in found.verdicts if verdict.outcome is Outcome.REFUTED] == ["arithmetic"]
         assert open_checkpoint(tmp_path / name).hallmark is None
         assert open_checkpoint(tmp_path / name).quarantined is not None
+
+
+def test_what_was_made_has_no_hallmark_before_it_was_compared_with_what_was_asked(home: Path, tmp_path: Path,
+                                                                                monkeypatch: pytest.MonkeyPatch):
+    def killed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    ways = {"merged": (lambda out: merge.merge(options(home, out), lambda _: None), "check_merged_bytes"),
+            "pruned": (lambda out: merge.prune(PruneLayers(model=str(home / "base"), drop=(0,), out=str(out)), lambda _: None),
+                       "check_kept_layers")}
+    for name, (made, check) in ways.items():
+        with swap(merge, check, killed), pytest.raises(KeyboardInterrupt):
+            made(tmp_path / name)
+        assert open_checkpoint(tmp_path / name).hallmark is None
+        made(tmp_path / "again" / name)
+        assert open_checkpoint(tmp_path / "again" / name).hallmark is not None, "a clean twin"
 
 
 def test_one_ancestor_is_proven_and_two_are_not(home: Path):
@@ -154,7 +164,7 @@ def test_layers_that_do_least_go_and_the_rest_is_bit_for_bit(home: Path, tmp_pat
 
 
 def test_layers_that_were_not_asked_for_are_refuted(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(merge, "prove_checkpoint", lambda folder, **_: [proven("whole", "not looked at")])
+    monkeypatch.setattr(merge, "prove", lambda _: [proven("whole", "not looked at")])
     every = open_artifact(home / "base").config.depth
     usual = merge.layer_influence
     ways: dict[str, Callable[[], Any]] = {
