@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from assay.errors import ArtifactError, UsageError
+from assay.errors import ArtifactError, StoreError, UsageError
 from assay.store import durable
 from assay.store.digests import WEIGHT_FILES
 from assay.store.safetensors_files import (
@@ -215,11 +215,20 @@ def write_hallmark(checkpoint: Checkpoint, verdicts: Iterable[Verdict], *, unpro
 
 
 def quarantine_checkpoint(checkpoint: Checkpoint, verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """Write quarantine.json with the reasons; from then on `latest` passes over it, and a hallmark is void."""
-    mark = _write_mark(checkpoint, QUARANTINE, list(verdicts))
+    """Write quarantine.json with the reasons; from then on `latest` passes over it, and a hallmark is void. Where a full disk cannot hold
+    the reasons, the hallmark goes all the same."""
+    try:
+        mark = _write_mark(checkpoint, QUARANTINE, list(verdicts))
+    except StoreError:
+        _remove_hallmark(checkpoint)
+        raise
+    _remove_hallmark(checkpoint)
+    return mark
+
+
+def _remove_hallmark(checkpoint: Checkpoint) -> None:
     if os.path.lexists(checkpoint.folder / HALLMARK):
         durable.remove_file(checkpoint.folder.resolve() / HALLMARK)
-    return mark
 
 
 def recorded_state(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -285,6 +285,18 @@ def test_quarantine_voids_a_hallmark_and_forbids_another(tmp_path: Path) -> None
         write_hallmark(written, GOOD)
 
 
+def test_a_full_disk_that_cannot_hold_a_quarantine_leaves_no_hallmark_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, _: bytes) -> None:
+        raise StoreError(f"{path}: the disk is full")
+
+    written = write_checkpoint(tmp_path / "c", contents())
+    write_hallmark(written, GOOD)
+    monkeypatch.setattr(checkpoint.durable, "replace_file", full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        quarantine_checkpoint(written, BAD)
+    assert open_checkpoint(tmp_path / "c").hallmark is None
+
+
 def test_a_mark_is_not_written_on_a_changed_manifest(tmp_path: Path) -> None:
     written = write_checkpoint(tmp_path / "c", contents())
     shutil.rmtree(tmp_path / "c")
