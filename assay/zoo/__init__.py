@@ -26,6 +26,7 @@ def catalogue() -> dict[str, Fault]:
         remote_faults,
         reward_faults,
         rollout_faults,
+        row_file_faults,
         run_faults,
         served_policy_faults,
         server_faults,
