@@ -73,6 +73,15 @@ def calibration_rows(source: "Artifact", text: Path) -> tuple[list[list[int]], l
     return rows[:-(len(rows) // 8)], rows[-(len(rows) // 8):]
 
 
+def check_source(source: "Artifact") -> list[Verdict]:
+    """Whether a checkpoint of Assay's that is exported was proven itself: its export is only shown to be the same."""
+    checkpoint = source.raw.checkpoint
+    if checkpoint is None or checkpoint.hallmark is not None:
+        return []
+    return [unproven("checkpoint", f"{source.path}, of which this is made, has no hallmark: nothing has proven it; run assay prove "
+                                   f"{source.path}, and export it again")]
+
+
 def run(flags: FLAGS) -> int:
     from assay.errors import UsageError
     from assay.guard.base_difference import base_difference
@@ -90,7 +99,7 @@ def run(flags: FLAGS) -> int:
     if (flags.text is None) != (flags.to != "gptq"):
         raise UsageError("--text is what --to gptq is fitted to: give both, or neither")
     source = refuse_quarantined(open_artifact(flags.path, base=flags.base))
-    where, stated = Path(flags.out), list[Verdict]()
+    where, stated = Path(flags.out), check_source(source)
     fitted, held_out = calibration_rows(source, Path(flags.text)) if flags.text else (None, None)
     rebased: dict[str, Any] | None = None
     if flags.onto == "file":
@@ -100,7 +109,7 @@ def run(flags: FLAGS) -> int:
         on_file = open_artifact(flags.path, base=flags.base, held="file")
         found = base_difference(source, on_file)
         rebased = {"trained_on": source.base.held, "merged_into": on_file.base.digest if on_file.base else None, **found._asdict()}
-        stated = [unproven("as trained", f"merged into {source.base.path.name} as its file holds it, and not in {source.base.held}, which "
+        stated += [unproven("as trained", f"merged into {source.base.path.name} as its file holds it, and not in {source.base.held}, which "
                                          f"it was trained on: {found}", optional=True, **found._asdict())]
         source = on_file
     bound = export_artifact(source, flags.to, where, flags.quant or flags.dtype, rebased, fitted)

@@ -18,10 +18,10 @@ from assay.guard.tokenizer_comparison import compare_tokenizers
 from assay.model.tokenizer import Tokenizer
 from assay.store import export_artifact as export_module
 from assay.store.artifact import open_artifact
-from assay.store.checkpoint import open_checkpoint, step_folder
+from assay.store.checkpoint import open_checkpoint, step_folder, write_hallmark
 from assay.store.export_artifact import export_artifact
 from assay.testing.tiny_models import examine_folder, save_adapter, save_model, tiny_model, tiny_tokenizer
-from assay.verdict import Outcome, Verdict
+from assay.verdict import Outcome, Verdict, proven
 
 
 def verdict(check: str, verdicts: list[Verdict]) -> Verdict:
@@ -175,6 +175,19 @@ def test_export_refutes_a_changed_tokenizer_rule(tmp_path: Path, monkeypatch: py
     assert assay(["export", str(source), "--to", "hf", "--out", str(tmp_path / "out")]) == 3
     assert "normalizer differ" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "out").hallmark is None
+
+
+def test_an_export_of_what_nobody_proved_has_no_hallmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]):
+    """It is the same as its source, and nobody knows what that is."""
+    source = save_model(tmp_path / "source", tiny_model())
+    monkeypatch.setattr(proof, "prove", lambda _: [proven("whole", "not looked at")])
+    assert assay(["export", str(source.folder), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
+    assert "has no hallmark: nothing has proven it; run assay prove" in capsys.readouterr().out
+    assert open_checkpoint(tmp_path / "out").hallmark is None
+    write_hallmark(source, [proven("whole", "not looked at")])
+    assert assay(["export", str(source.folder), "--to", "hf", "--out", str(tmp_path / "again")]) == 0
+    assert open_checkpoint(tmp_path / "again").hallmark is not None
 
 
 def test_an_export_that_cannot_be_proven_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
