@@ -45,7 +45,7 @@ from assay.guard.proving_process import (
 )
 from assay.guard.unknown_adapter import examine_unknown_adapter, why_unknown
 from assay.model.placement import default_device
-from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, read_artifact
+from assay.store.artifact import Artifact, interpret_artifact, locate_artifact, quarantines, read_artifact
 from assay.store.checkpoint import STATE_STEM, Checkpoint, open_checkpoint, quarantine_checkpoint, write_hallmark
 from assay.store.export_artifact import rounding_bound
 from assay.store.safetensors_files import tensor_bytes
@@ -353,7 +353,9 @@ def _examined(request: ProofRequest, kept: KeptArtifacts) -> list[Verdict]:
         device, why = "cpu", f"proven on the CPU, since the proof on {device} died"
         checked = _checked(_subject(request, artifact, parent, device, kept), request)
     assert checked is not None
-    return [_with_surroundings(whole, kept.reused, device, why), fits, *checked]
+    against = [refuted("parent", f"{sentence}; what is wrong with it is wrong with what is made of it")
+               for sentence in ([] if parent is None else quarantines(parent))]
+    return [_with_surroundings(whole, kept.reused, device, why), fits, *checked, *against]
 
 
 def _with_surroundings(whole: Verdict, reused: list[Path], device: str, why: str | None) -> Verdict:

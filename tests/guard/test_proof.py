@@ -117,6 +117,19 @@ def test_what_equals_its_parent_though_it_should_have_moved_is_quarantined(tmp_p
     assert "quarantined" in passed_over[0]
 
 
+def test_what_was_made_of_a_quarantined_model_is_refuted(tmp_path):
+    from assay.store.saving import Ancestor
+    from assay.verdict import refuted as against
+
+    parent = save(tmp_path / "parent")
+    recorded = Ancestor(open_artifact(parent.folder).digest, str(parent.folder))
+    child = save(tmp_path / "child", lineage=Lineage("same", recorded))
+    assert "parent" not in outcomes(prove_checkpoint(child.folder)), "a clean twin"
+    checkpoint.quarantine_checkpoint(parent, [against("values", "it talks nonsense")])
+    assert "is quarantined: it talks nonsense" in refuted(prove_checkpoint(child.folder))["parent"]
+    assert checkpoint.open_checkpoint(child.folder).hallmark is None
+
+
 def test_a_hallmark_copied_onto_other_bytes_is_refuted(tmp_path):
     """The same command that would have proven either of them."""
     for seed in (0, 1):
