@@ -155,13 +155,14 @@ def test_what_is_handed_over_is_at_the_url_or_the_verdict_says_that_it_is_not(tm
 
 def test_an_older_checkpoint_that_is_proven_later_does_not_take_the_place_of_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Several proofs go on at a time, and those that a kill had cut short are made last."""
-    sent, free = list[str](), threading.Event()
-    monkeypatch.setattr(RemoteRun, "_send", lambda _, shipment: (free.wait(60), sent.append(shipment.name)))
+    sent, begun, free = list[str](), threading.Event(), threading.Event()
+    monkeypatch.setattr(RemoteRun, "_send", lambda _, shipment: (begun.set(), free.wait(60), sent.append(shipment.name)))
     kept = RemoteRun(f"file://{tmp_path}/store", tmp_path)
     for step in (1, 9, 6):
         (folder := tmp_path / f"step-{step:06d}").mkdir()
         (folder / MANIFEST).write_text("{}")
         kept.offer(folder, [])
+        assert begun.wait(60)  # the first is under way before another can take its place
     free.set()
     kept.close()
     assert sent == ["step-000001", "step-000009"]

@@ -12,6 +12,7 @@ from assay.guard.compressed_checks import check_compressed, check_rounding, judg
 from assay.guard.llama_cpp_checks import planned_reading
 from assay.model.families import hf_layout, to_foreign
 from assay.store.artifact import open_artifact
+from assay.store.checkpoint import write_hallmark
 from assay.store.compressed_tensors import (
     COMPRESSED,
     compressed_weights,
@@ -24,7 +25,7 @@ from assay.store.compressed_tensors import (
 from assay.store.export_artifact import export_artifact
 from assay.store.safetensors_files import read_tensors
 from assay.testing.tiny_models import save_hf_folder, save_model, tiny_model
-from assay.verdict import Outcome
+from assay.verdict import Outcome, proven
 
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -184,7 +185,7 @@ def test_models_whose_layers_are_no_linear_ones_are_refused(tmp_path):
 
 
 def test_the_verb_writes_and_proves_a_folder(tmp_path, capsys):
-    save_model(tmp_path / "m", tiny_model())
+    write_hallmark(save_model(tmp_path / "m", tiny_model()), [proven("whole", "in this test")])
     assert cli_run(["export", str(tmp_path / "m"), "--to", "fp8", "--out", str(tmp_path / "fp8"), "--json"]) == 0
     found = {verdict["check"]: verdict["outcome"] for verdict in json.loads(capsys.readouterr().out)["verdicts"]}
     assert {found[name] for name in ("rounding", "perplexity", "greedy texts", "lineage")} == {"PROVEN"}
