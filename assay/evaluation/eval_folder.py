@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from assay.errors import DataError, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.store import durable
 from assay.strict_json import NATURAL, parse_json, read_json, require_shape
 
@@ -59,6 +59,11 @@ class EvalFolder:
     def withdraw(self) -> None:
         """Take back what the scores were said to come to."""
         durable.remove_file(self.folder / SUMMARY)
+
+    def require_summary(self) -> None:
+        """Stop where an evaluation that was read back soundly is not there in the end."""
+        if not (self.folder / SUMMARY).exists():
+            raise GuardStop(f"{self.folder / SUMMARY}: the evaluation was written, and is gone before it ends; evaluate again")
 
     def close(self) -> None:
         self.file.close()

@@ -111,6 +111,7 @@ def evaluate(loaded: LoadedModel, task: Task, folder: Path, *, k: int = 1, sampl
         if read_back.outcome is Outcome.REFUTED:
             results.withdraw()
         stop_if_unsound([read_back])
+        results.require_summary()
     finally:
         results.close()
     return found

@@ -4,13 +4,14 @@ import json
 import math
 import os
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from assay.comparison.pairwise import compare
 from assay.comparison.read_results import read_eval
-from assay.errors import DataError, UsageError
+from assay.errors import DataError, GuardStop, UsageError
 from assay.evaluation import evaluate as module
 from assay.evaluation import loaded_model, soundness
 from assay.evaluation.eval_folder import EvalFolder
@@ -26,7 +27,7 @@ from assay.store import durable
 from assay.store.artifact import open_artifact
 from assay.testing.tiny_models import nudge, tiny_model
 from assay.verbs import eval as verb
-from assay.verdict import Outcome, refuted
+from assay.verdict import Outcome, Verdict, proven, refuted
 from tests.evaluation.eval_fixtures import FACT, PROBLEMS, QUESTION, opened, saved, write_rows
 
 WARM = Sampling(max_new=6, temperature=1.0)
@@ -137,6 +138,16 @@ def test_figures_that_are_not_what_was_written_are_withdrawn(model, problems, tm
     monkeypatch.undo()
     evaluate(model, problems, tmp_path / "out", sampling=WARM)
     assert (tmp_path / "out" / "eval.json").exists()
+
+
+def test_an_evaluation_that_is_gone_when_it_ends_is_no_success(model, problems, tmp_path, monkeypatch):
+    def read_back(folder: Path, *_: object) -> Verdict:
+        (folder / "eval.json").unlink()
+        return proven("read back", "as it was written")
+
+    monkeypatch.setattr(module.recount, "check_read_back", read_back)
+    with pytest.raises(GuardStop, match="is gone before it ends"):
+        evaluate(model, problems, tmp_path / "out", sampling=WARM)
 
 
 def test_two_writers_and_foreign_folders_are_refused(tmp_path):
