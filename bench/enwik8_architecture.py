@@ -37,6 +37,7 @@ from assay.model.transformer import Block, ModelConfig, stream_and_norm
 from assay.recipes import pretrain
 from assay.recipes.options import Pretrain
 from assay.statistics.estimate import paired
+from assay.testing.fault_injection import swap
 
 
 class Unsaved(Measured):
@@ -52,16 +53,6 @@ class Unsaved(Measured):
         return False
 
 
-@contextlib.contextmanager
-def in_place(owner: Any, name: str, other: Any) -> Iterator[None]:
-    usual = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, usual)
-
-
 def part_rotary(share: float) -> AbstractContextManager[None]:
     usual = pretrain.shape
 
@@ -69,7 +60,7 @@ def part_rotary(share: float) -> AbstractContextManager[None]:
         config = usual(*given, **named)
         return replace(config, rotary_dim=round(config.head_dim * share))
 
-    return in_place(pretrain, "shape", shape)
+    return swap(pretrain, "shape", shape)
 
 
 def side_by_side() -> AbstractContextManager[None]:
@@ -78,7 +69,7 @@ def side_by_side() -> AbstractContextManager[None]:
         x_BTD, for_mlp = stream_and_norm(x_BTD, block.mlp_norm)
         return x_BTD + block.addend(block.attn(for_attention, *given), None) + block.addend(block.mlp(for_mlp), None)
 
-    return in_place(Block, "forward", forward)
+    return swap(Block, "forward", forward)
 
 
 @contextlib.contextmanager
@@ -96,7 +87,7 @@ def twice(blocks: int) -> Iterator[None]:
             x_BTD = once(block, x_BTD, *given)
         return x_BTD
 
-    with in_place(Block, "__init__", init), in_place(Block, "forward", forward):
+    with swap(Block, "__init__", init), swap(Block, "forward", forward):
         yield
 
 
@@ -119,7 +110,7 @@ class Bench:
         return parse(Pretrain, words, prog="assay pretrain")
 
     def train(self, name: str, options: Pretrain) -> Measured:
-        with CHANGES[name](), in_place(pretrain, "preflight_pretrain", lambda *_: []):  # which refuses another architecture
+        with CHANGES[name](), swap(pretrain, "preflight_pretrain", lambda *_: []):  # which refuses another architecture
             return train_only(pretrain, options, lambda _: None, Unsaved)
 
     def all_step_seconds(self) -> dict[str, float]:
